@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from batchgen.kernels.build import integers, pointers
-from batchgen.kernels.codes import PLANES, Coding, PackedTensor, Parts, are_alike, levels_of
+from batchgen.kernels.codes import OF_4_BITS, OF_ALL_ROWS, Coding, PackedTensor, Parts, are_alike, levels_of, upper_bits
 
 _LEVELS = {"table": 1, "e4m3": 2, "table of bfloat16": 3, "divided": 4}
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-_FINE = {"u8": 1, "i8": 2, "e4m3": 3, "e8m0": 4}
+_FINE = {"u8": 1, "i8": 2, "e4m3": 3, "e8m0": 4, "u4": 5, "odd": 6}
 _RANGE = (1e-20, 1e20)
 """Of scales and offsets, except 0: numbers between are neither infinite nor so small that processors differ."""
 
@@ -26,9 +26,9 @@ class CodesArguments(ctypes.Structure):
 
     _fields_ = (
         ("planes", ctypes.c_void_p * 4),
-        *pointers("table", "zeros", "group_of"),
+        *pointers("table", "zeros", "group_of", "index", "upper", "grid"),
         *((name, _Groups) for name in ("scales", "offsets")),
-        *integers("inputs", "groups", "group", "levels", "zero", "exact", "rounds"),
+        *integers("inputs", "groups", "group", "levels", "zero", "exact", "rounds", "unit", "upper_bits"),
         ("divisor", ctypes.c_double),
     )
 
@@ -40,7 +40,7 @@ def can_unpack(weight: torch.Tensor) -> bool:
     coding, parts = weight.coding, weight.parts
     return (
         coding.bits <= 8
-        and weight.shape[-1] % 32 == 0
+        and weight.shape[-1] % (256 if coding.unit else 32) == 0
         and (coding.group % 8 == 0 if "groups" not in parts else coding.levels is None and "offsets" not in parts)
         and (coding.bits in (2, 4, 8) or ("groups" not in parts and _zeros_are_exact(coding, parts)))
         and coding.rounds in (None, torch.bfloat16)
@@ -54,11 +54,17 @@ def can_unpack(weight: torch.Tensor) -> bool:
             "offsets" not in parts
             or (coding.levels is None and coding.zero == 0 and _products_are_exact(coding, parts))
         )
-        and (not isinstance(coding.levels, tuple) or coding.bits <= 4)
+        and (not isinstance(coding.levels, tuple) or coding.bits == 4)
+        and (not coding.unit or _are_short(coding.levels))
         and (coding.levels != "e4m3" or not _has_nan(parts["plane8"]))
         and _are_in_range(parts, "scales", coding.sub, coding.divides)
-        and ("offsets" not in parts or _are_in_range(parts, "offsets", "u8"))
+        and ("offsets" not in parts or _are_in_range(parts, "offsets", coding.sub_offsets))
     )
+
+
+def _are_short(levels: tuple[float, ...] | str | None) -> bool:
+    """Whether levels are a table of numbers that bfloat16 holds."""
+    return isinstance(levels, tuple) and torch.tensor(levels).bfloat16().tolist() == list(levels)
 
 
 def _has_nan(codes: torch.Tensor) -> bool:
@@ -74,7 +80,7 @@ def _products_are_exact(coding: Coding, parts: Parts) -> bool:
         coarse is not None
         and "zeros" not in parts
         and coarse.dtype != torch.float32
-        and coding.sub in ("", "u8", "i8")
+        and coding.sub in ("", "u8", "i8", *OF_4_BITS)
         and not coding.divides
         and bits <= 24
     )
@@ -94,7 +100,10 @@ def _are_in_range(parts: Parts, name: str, kind: str, divides: bool = False) -> 
         smallest, largest = 1 / largest, 1 / smallest
     sub = parts.get("sub" if name == "scales" else f"sub_{name}")
     if sub is not None:
-        fine_smallest, fine_largest = _sizes(levels_of(kind)[sub.flatten().bincount(minlength=256) > 0])
+        found = sub.flatten().bincount(minlength=256) > 0
+        if kind in OF_4_BITS:
+            found = torch.cat([found.view(16, 16).any(0) | found.view(16, 16).any(1), found.new_zeros(240)])
+        fine_smallest, fine_largest = _sizes(levels_of(kind)[found])
         smallest, largest = smallest * fine_smallest, largest * fine_largest
     return smallest > _RANGE[0] and largest < _RANGE[1]
 
@@ -117,10 +126,11 @@ class Codes:
         coding, parts = first.coding, first.parts
         self.coding = coding
         self._dtype = first.dtype
+        self._upper_bits = upper_bits(parts)
         self.parts: dict[str, torch.Tensor] = {}
         """[panels, words or groups, columns of a panel]"""
         for name, part in parts.items():
-            if name == "groups":
+            if name in OF_ALL_ROWS:
                 self.parts[name] = part.int().contiguous()
             else:
                 rows = [weight.parts[name].contiguous() for weight in weights]
@@ -139,21 +149,22 @@ class Codes:
         counts = [
             parts[name].shape[1] for name in ("scales", "sub", "zeros", "offsets", "sub_offsets") if name in parts
         ]
-        groups = max(counts)
+        groups = max(*counts, 2 * parts["sub"].shape[1] if coding.sub in OF_4_BITS else 0)
         levels = 0 if coding.levels is None else _LEVELS.get(str(coding.levels), 1)
         if coding.divisor != 1:
             levels = _LEVELS["divided"]
-        if self._table is not None and not bool((self._table[:16].view(torch.int32) & 0xFFFF).any()):
+        if _are_short(coding.levels):
             levels = _LEVELS["table of bfloat16"]
         argument = CodesArguments(
             table=None if self._table is None else self._table.data_ptr(), zeros=self._address("zeros"),
-            group_of=self._address("groups"), scales=self._groups("scales", "sub", coding.sub, groups, coding.divides),
-            offsets=self._groups("offsets", "sub_offsets", "u8", groups), inputs=inputs, groups=groups, group=coding.group or inputs,
+            group_of=self._address("groups"), index=self._address("plane_index"), upper=self._address("plane_upper"),
+            grid=self._address("grid"), unit=coding.unit, upper_bits=self._upper_bits, scales=self._groups("scales", "sub", coding.sub, groups, coding.divides),
+            offsets=self._groups("offsets", "sub_offsets", coding.sub_offsets, groups), inputs=inputs, groups=groups, group=coding.group or inputs,
             levels=levels, zero=coding.zero, exact=_zeros_are_exact(coding, parts),
             rounds=coding.rounds is not None or self._dtype == torch.bfloat16, divisor=coding.divisor,
         )  # fmt: skip
         for i, size in enumerate((8, 4, 2, 1)):
-            argument.planes[i] = self._address(f"plane{size}") if size in PLANES[coding.bits] else None
+            argument.planes[i] = self._address(f"plane{size}")
         return argument
 
     def _groups(self, name: str, sub: str, kind: str, groups: int, divides: bool = False) -> _Groups:
@@ -178,7 +189,7 @@ class Codes:
     def part(self, name: str, rows: int) -> torch.Tensor:
         """Returns a copy of a part of the first rows of one weight, as it is in a `PackedTensor`."""
         part = self.parts[name]
-        if name == "groups":
+        if name in OF_ALL_ROWS:
             return part
         found = part.transpose(1, 2).flatten(0, 1)[:rows].contiguous()
         return found.view(torch.uint8) if name.startswith("plane") else found

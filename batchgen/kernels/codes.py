@@ -5,6 +5,8 @@ All packed formats come down to one form. A code stands for a level, or for itse
     round(level * scale [/ divisor] [+ offset])
 
 in float32, with a scale (and an offset, a zero) for each group of inputs of each row. `PackedTensor` is a parameter in this form.
+
+Codes lie in planes, or a number for each few inputs chooses them from a table (a grid, as in llama.cpp's types of 1 to 3 bits).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import torch
 PLANES = {16: (16,), 8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 """A code's bits lie in planes, lowest bits first: of 4 bits two numbers in a byte, of 2 bits four, of 1 bit eight. The first number is the lowest.
 `plane16` has numbers of bfloat16 or float16, which stand for themselves."""
+OF_ALL_ROWS = ("groups", "grid")
+"""Parts that are not of single rows: the group of each input, and words of eight (or four) codes of 4 bits, the first in the lowest bits."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 AT_A_TIME = 1 << 22
 """Numbers that are unpacked at a time in plain torch, because each step of that takes memory."""
@@ -40,17 +44,28 @@ class Coding:
     """Of a coding without levels and without the part `zeros`."""
     group: int = 0
     """Inputs that have one scale; 0: the part `groups` has the group of each input."""
+    unit: int = 0
+    """8 or 4: so many inputs have their codes from the part `grid`, at the number whose lowest 8 bits are in `plane_index` and the others, if any, in
+    `plane_upper`. `plane1`, if there is one, has the codes' highest bits. 0: all codes lie in planes."""
     sub: str = ""
-    """What the part `sub`, a byte for each group, means: "u8", "i8", "e4m3", or "e8m0" for a power of two. It multiplies the scale."""
+    """What the part `sub` means, a byte for each group: "u8", "i8", "e4m3", or "e8m0" for a power of two; or, of 4 bits, "u4" or "odd" for 2 n + 1. It
+    multiplies the scale."""
     divides: bool = False
     """Whether the scale is `sub` divided by the part `scales`."""
     divisor: float = 1.0
     rounds: torch.dtype | None = None
     """A type that numbers are rounded to before they are rounded to the weight's own."""
 
+    @property
+    def sub_offsets(self) -> str:
+        """What the part `sub_offsets` means, which multiplies the offset."""
+        return "u4" if self.sub == "u4" else "u8"
+
 
 IN_16_BITS = Coding(16)
 """Of weights of 16 bits in a model that is computed in float32."""
+OF_4_BITS = ("u4", "odd")
+"""The kinds of fine scales that have 4 bits, two in a byte, the first in the lower half."""
 
 
 @cache
@@ -61,6 +76,8 @@ def levels_of(kind: str) -> torch.Tensor:
         return numbers.view(torch.float8_e4m3fn).float()
     if kind == "e8m0":
         return torch.ldexp(torch.ones(256), numbers.int() - 127)
+    if kind == "odd":
+        numbers = 2 * numbers + 1  # of which the first 16 are meant
     return (numbers.view(torch.int8) if kind == "i8" else numbers).float()
 
 
@@ -99,16 +116,37 @@ def packed_plane(codes: torch.Tensor, size: int) -> torch.Tensor:
 
 def unpacked_codes(coding: Coding, parts: Parts) -> torch.Tensor:
     """Returns the codes [..., K] in uint8."""
+    if coding.unit:
+        return _codes_of_grid(coding, parts)
     codes, shift = None, 0
     for size in PLANES[coding.bits]:
-        plane = parts[f"plane{size}"]
-        if size < 8:
-            shifts = torch.arange(0, 8, size, dtype=torch.uint8, device=plane.device)
-            plane = ((plane[..., None] >> shifts) & ((1 << size) - 1)).flatten(-2)
+        plane = _in_fields(parts[f"plane{size}"], size)
         codes = plane if codes is None else codes | (plane << shift)
         shift += size
     assert codes is not None
     return codes
+
+
+def _in_fields(numbers: torch.Tensor, size: int, count: int = 8) -> torch.Tensor:
+    """Returns the fields of `size` bits of numbers of `count` bits, lowest first."""
+    if size == count:
+        return numbers
+    shifts = torch.arange(0, count, size, dtype=numbers.dtype, device=numbers.device)
+    return ((numbers[..., None] >> shifts) & ((1 << size) - 1)).flatten(-2)
+
+
+def upper_bits(parts: Parts) -> int:
+    """Returns how many bits of a number that chooses codes are in `plane_upper`."""
+    upper = parts.get("plane_upper")
+    return 0 if upper is None else 8 * upper.shape[-1] // parts["plane_index"].shape[-1]
+
+
+def _codes_of_grid(coding: Coding, parts: Parts) -> torch.Tensor:
+    index = parts["plane_index"].long()
+    if "plane_upper" in parts:
+        index |= _in_fields(parts["plane_upper"], upper_bits(parts)).long() << 8
+    codes = _in_fields(parts["grid"][index], 4, 4 * coding.unit).to(torch.uint8)
+    return codes | (_in_fields(parts["plane1"], 1) << 3) if "plane1" in parts else codes
 
 
 def _by_group(parts: Parts, name: str, kind: str, divides: bool = False) -> torch.Tensor:
@@ -116,6 +154,7 @@ def _by_group(parts: Parts, name: str, kind: str, divides: bool = False) -> torc
     sub = parts.get("sub" if name == "scales" else f"sub_{name}")
     if sub is None:
         return parts[name].float()
+    sub = _in_fields(sub, 4) if kind in OF_4_BITS else sub
     fine = _levels_on(kind, sub.device)[sub.long()]
     if name not in parts:
         return fine
@@ -147,7 +186,7 @@ def dequantize(coding: Coding, parts: Parts) -> torch.Tensor:
     if coding.divisor != 1:
         numbers /= coding.divisor
     if "offsets" in parts:
-        numbers += spread(_by_group(parts, "offsets", "u8"))
+        numbers += spread(_by_group(parts, "offsets", coding.sub_offsets))
     return numbers if coding.rounds is None else numbers.to(coding.rounds)
 
 
@@ -204,8 +243,8 @@ class PackedTensor(torch.Tensor):
         is_view: bool = False,
     ) -> PackedTensor:
         size = PLANES[coding.bits][0]
-        first = parts[f"plane{size}"]
-        shape = [*first.shape[:-1], first.shape[-1] * (8 * first.itemsize // size)]
+        first = parts["plane_index" if coding.unit else f"plane{size}"]
+        shape = [*first.shape[:-1], first.shape[-1] * (coding.unit or 8 * first.itemsize // size)]
         if transposed:
             shape[-2:] = shape[:-3:-1]
         with torch.inference_mode(False):  # views of parameters are not inference tensors
@@ -224,8 +263,8 @@ class PackedTensor(torch.Tensor):
         return sum(part.nbytes for part in self.parts.values()) if isinstance(self.parts, dict) else 0
 
     def with_parts(self, change: Callable[[torch.Tensor], torch.Tensor], **new: Any) -> PackedTensor:
-        """Returns a tensor whose parts, all but `groups`, are changed."""
-        parts = {name: part if name == "groups" else change(part) for name, part in self.parts.items()}
+        """Returns a tensor whose parts of single rows are changed."""
+        parts = {name: part if name in OF_ALL_ROWS else change(part) for name, part in self.parts.items()}
         settings: dict[str, Any] = {
             name: getattr(self, name) for name in ("coding", "dtype", "transposed", "is_view")
         } | new
@@ -241,7 +280,7 @@ class PackedTensor(torch.Tensor):
         flat = self if len(shape) == 2 else self.with_parts(lambda part: part.reshape(rows, part.shape[-1]))
         at_a_time = max(1, AT_A_TIME // shape[-1])
         for first in range(0, rows, at_a_time):
-            some = {n: p if n == "groups" else p[first : first + at_a_time] for n, p in flat.parts.items()}
+            some = {n: p if n in OF_ALL_ROWS else p[first : first + at_a_time] for n, p in flat.parts.items()}
             to[first : first + at_a_time] = dequantize(self.coding, some)
         if self.transposed != self.is_view:
             out = out.transpose(-1, -2).contiguous()
@@ -282,7 +321,10 @@ def _copied(x: PackedTensor, *_: Any, dtype: torch.dtype | None = None, device: 
         return None  # type: ignore[return-value]
     if dtype is not None and x.dtype != torch.float32 and dtype != x.dtype and coding.rounds is None:
         coding = replace(coding, rounds=x.dtype)
-    return x.with_parts(lambda part: part.to(device=device), coding=coding, dtype=dtype or x.dtype)
+    of_all_rows = {name: x.parts[name].to(device=device) for name in OF_ALL_ROWS if name in x.parts}
+    made = x.with_parts(lambda part: part.to(device=device), coding=coding, dtype=dtype or x.dtype)
+    made.parts = {**made.parts, **of_all_rows}
+    return made
 
 
 def _leading(x: Any, dim: int) -> int | None:
@@ -319,7 +361,7 @@ def _joined(operation: Any) -> Callable[..., Any]:
         at = dim % (first.dim() + (operation is torch.stack))
         if at > first.dim() - inner or (at == first.dim() - inner and operation is torch.cat):
             return None
-        parts = {n: p if n == "groups" else operation([x.parts[n] for x in tensors], at) for n, p in first.parts.items()}  # fmt: skip
+        parts = {n: p if n in OF_ALL_ROWS else operation([x.parts[n] for x in tensors], at) for n, p in first.parts.items()}  # fmt: skip
         return PackedTensor(first.coding, parts, first.dtype, transposed=first.transposed, is_view=first.is_view)
 
     return run
@@ -330,7 +372,7 @@ def are_alike(x: Any, y: Any) -> bool:
     return (
         (x.coding, x.dtype, x.transposed, x.is_view, x.device) == (y.coding, y.dtype, y.transposed, y.is_view, y.device)
         and {n: (p.dtype, p.shape[-1]) for n, p in x.parts.items()} == {n: (p.dtype, p.shape[-1]) for n, p in y.parts.items()}
-        and ("groups" not in x.parts or torch.equal(x.parts["groups"], y.parts["groups"]))
+        and all(torch.equal(x.parts[name], y.parts[name]) for name in OF_ALL_ROWS if name in x.parts)
     )  # fmt: skip
 
 

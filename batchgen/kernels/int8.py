@@ -202,9 +202,9 @@ def multiplies_codes() -> bool:
 
 
 def are_whole(codes: Codes) -> bool:
-    """Whether the kernels can multiply codes in 8 bits: 4 bits each, and whole numbers, or halves, times the scale of a group."""
+    """Whether the kernels can multiply codes in 8 bits: 4 bits each in a plane, and whole numbers, or halves, times the scale of a group."""
     coding = codes.coding
-    if coding.bits != 4 or coding.group == 0 or "offsets" in codes.parts:
+    if coding.bits != 4 or coding.unit or coding.group == 0 or "offsets" in codes.parts:
         return False
     wholes = [float(level) / _factor(coding) for level in coding.levels or ()]
     return all(whole.is_integer() and abs(whole) <= LARGEST for whole in wholes)

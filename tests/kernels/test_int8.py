@@ -119,7 +119,7 @@ def test_whole_codes_are_multiplied_as_they_are(name, dtype, threads):
         assert torch.equal(packed(x[-count:]), got[-count:])
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q8_0", "FP8", "GPTQ in 8 bits, desc_act"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q8_0", "FP8", "GPTQ in 8 bits, desc_act", "IQ3_S", "IQ1_M"])
 def test_other_codes_become_weights_of_8_bits(name):
     weights = [weight_of(name, FLOAT32), weight_of(name, FLOAT32, seed=1)]
     if "groups" in weights[0].parts:

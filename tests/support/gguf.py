@@ -94,12 +94,39 @@ def write_vocabulary(
     for name, numbers in (embeddings | dict(tensors or {})).items():
         kind = (kinds or {}).get(name)
         exact = np.array(numbers, np.float32)
-        writer.add_tensor(name, exact if kind is None else gguf.quantize(exact, kind), raw_dtype=kind)
+        writer.add_tensor(name, exact if kind is None else _quantized(exact, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return to
+
+
+def random_blocks(kind: str, shape: Sequence[int], scale: float = 0.02) -> np.ndarray[Any, Any]:
+    """Random blocks of weights [..., K] of a type, whose scales in float16 are finite."""
+    import gguf
+
+    places = {
+        "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "IQ1_M": (),
+    }  # fmt: skip
+    minima = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+    numbers, (count, size) = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = numbers.integers(0, 256, (*shape[:-1], shape[-1] // count, size), dtype=np.uint8)
+    for at in places.get(kind, (0, 2) if kind in minima else (0,)):
+        blocks[..., at : at + 2] = numbers.normal(0, scale, (*blocks.shape[:-1], 1)).astype(np.float16).view(np.uint8)
+    if kind == "IQ1_M":
+        blocks[..., 55] &= 0x3F  # the upper bits of its scale
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def _quantized(numbers: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
+    """Blocks of numbers; of the types that the package gguf does not write, random ones."""
+    import gguf
+
+    try:
+        return gguf.quantize(numbers, kind)
+    except NotImplementedError:
+        return random_blocks(kind.name, numbers.shape, 0.0005)
 
 
 def write_whole_model(
@@ -141,7 +168,7 @@ def write_whole_model(
         name: gguf.GGMLQuantizationType[kind] for name, x in tensors.items() if kind and x.ndim > 1 and x.shape[-1] % 32 == 0 and "_inp." not in name
     }  # fmt: skip
     if unpacked:
-        tensors |= {name: gguf.dequantize(gguf.quantize(tensors[name], each), each) for name, each in kinds.items()}
+        tensors |= {name: gguf.dequantize(_quantized(tensors[name], each), each) for name, each in kinds.items()}
     heads = getattr(config, "num_attention_heads", 0)
     values = {
         "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,

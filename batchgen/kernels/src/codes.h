@@ -13,7 +13,7 @@ namespace {
 
 enum Levels { ITSELF = 0, TABLE = 1, E4M3 = 2, SHORT = 3, DIVIDED = 4 };  // SHORT: a table of bfloat16; DIVIDED: codes stand for themselves
 enum Numbers { MISSING = 0, FLOAT32 = 1, FLOAT16 = 2, BFLOAT16 = 3 };
-enum Fine { WHOLE = 0, UNSIGNED = 1, SIGNED = 2, FLOAT8 = 3, POWER = 4 };
+enum Fine { WHOLE = 0, UNSIGNED = 1, SIGNED = 2, FLOAT8 = 3, POWER = 4, NIBBLE = 5, ODD = 6 };  // the last two of 4 bits; ODD: 2 n + 1
 
 struct Groups {  // a number for each group of inputs, [panels][groups][columns of a panel]: a coarse one, times (or below) a fine one
     const void* coarse;
@@ -25,8 +25,10 @@ struct Codes {  // `CodesArguments` in coded.py is the same
     const float* table;         // of 16 levels, and then the lowest bytes of all, the next ones, ...
     const uint8_t* zeros;       // [panels][groups][columns], or null
     const int32_t* group_of;    // [inputs]; null if groups have `group` inputs, a multiple of 8
+    const uint32_t *index, *upper;  // of `unit` inputs each, as the planes: the lowest 8 bits of where their codes of 4 bits are in `grid`, and
+    const uint32_t* grid;           // `upper_bits` more. Null if codes lie in planes. The highest bits of the codes may be in the last plane.
     Groups scales, offsets;
-    int64_t inputs, groups, group, levels, zero, exact, rounds;  // exact: float32 holds the products of zeros and scales
+    int64_t inputs, groups, group, levels, zero, exact, rounds, unit, upper_bits;  // exact: float32 holds the products of zeros and scales
     double divisor;
 };
 
@@ -73,16 +75,20 @@ INLINE floats from_whole(uints x) {  // below 2^23
 // Divides numbers below 2^32: with 64 bits this takes up to three times as long.
 INLINE int64_t quotient(int64_t a, int64_t b) { return b == 1 ? a : uint32_t(a) / uint32_t(b); }
 
-// The numbers of a group in LANES columns.
-INLINE floats numbers_of(const Groups& g, int64_t at, int64_t coarse_at) {
+// The numbers of a group, the `row`th of all panels', in LANES columns from `lane` on.
+INLINE floats numbers_of(const Groups& g, int64_t row, int64_t coarse_row, int columns, int lane) {
+    const int64_t coarse_at = coarse_row * columns + lane;
     floats coarse = splat(1.0f);
     if (g.type == FLOAT32) coarse = load<floats>((const float*)g.coarse + coarse_at);
     if (g.type == FLOAT16) coarse = from_float16((const uint16_t*)g.coarse + coarse_at);
     if (g.type == BFLOAT16) coarse = load_floats((const bf16*)g.coarse + coarse_at);
     if (g.fine_type == WHOLE) return coarse;
-    const uints code = load_bytes(g.fine + at);
+    uints code;
+    if (g.fine_type < NIBBLE) code = load_bytes(g.fine + row * columns + lane);
+    else code = load_bytes(g.fine + row / 2 * columns + lane) >> uint32_t(row % 2 * 4) & 15u;
     floats fine;
-    if (g.fine_type == UNSIGNED) fine = to_floats((ints)code);
+    if (g.fine_type == UNSIGNED || g.fine_type == NIBBLE) fine = to_floats((ints)code);
+    if (g.fine_type == ODD) fine = to_floats((ints)(code + code + 1u));
     if (g.fine_type == SIGNED) fine = to_floats((ints)(code << 24) >> 24);
     if (g.fine_type == FLOAT8) fine = from_float8(code);
     if (g.fine_type == POWER) fine = (floats)(code << 23);
@@ -95,12 +101,8 @@ INLINE floats zeros_of(const Codes& c, int64_t at) { return c.zeros ? to_floats(
 INLINE floats level_of(const float* table, uints code) {
 #if defined(__AVX512F__)
     return (floats)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(table));
-#elif defined(__AVX2__)
-    return (floats)_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)code);  // codes of 4 bits are looked up otherwise
-#else
-    floats y;
-    for (int i = 0; i < LANES; i++) y[i] = table[code[i]];
-    return y;
+#else  // AVX2 looks up all codes of a word at once
+    return (floats)gather((const uint32_t*)table, code);
 #endif
 }
 
@@ -210,6 +212,8 @@ class PanelGroups {
         if (g.type == FLOAT16 && g.fine_type == WHOLE) as = fill_as<FLOAT16, WHOLE>;
         if (g.type == FLOAT16 && g.fine_type == UNSIGNED) as = fill_as<FLOAT16, UNSIGNED>;
         if (g.type == FLOAT16 && g.fine_type == SIGNED) as = fill_as<FLOAT16, SIGNED>;
+        if (g.type == FLOAT16 && g.fine_type == NIBBLE) as = fill_as<FLOAT16, NIBBLE>;
+        if (g.type == FLOAT32 && g.fine_type == ODD) as = fill_as<FLOAT32, ODD>;
         if (g.type == BFLOAT16 && g.fine_type == WHOLE) as = fill_as<BFLOAT16, WHOLE>;
         if (g.type == MISSING && g.fine_type == POWER) as = fill_as<MISSING, POWER>;
         as(c, g, panel, first, groups, columns, stride, to);
@@ -222,20 +226,60 @@ class PanelGroups {
         if (TYPE >= 0) g.type = TYPE, g.fine_type = FINE_TYPE, g.divides = false;
         const int64_t coarse_row = panel * quotient(c.groups + g.per_coarse - 1, g.per_coarse);
         for (int64_t group = first; group < first + groups; group++, to += stride * SIZE) {
-            const int64_t at = (panel * c.groups + group) * columns;
-            const int64_t coarse_at = (coarse_row + quotient(group, g.per_coarse)) * columns;
-            for (int lane = 0; lane < columns; lane += LANES) to[lane / LANES * SIZE] = numbers_of(g, at + lane, coarse_at + lane);
+            const int64_t row = panel * c.groups + group, coarse = coarse_row + quotient(group, g.per_coarse);
+            for (int lane = 0; lane < columns; lane += LANES) to[lane / LANES * SIZE] = numbers_of(g, row, coarse, columns, lane);
         }
     }
     std::vector<GroupNumbers> made_;
 };
 
+// Codes of 4 bits that are chosen from a grid, in LANES columns.
+class GridCodes {
+   public:
+    INLINE GridCodes(const Codes& c, int64_t panel, int lane, int columns) : c_(c), columns_(columns) {
+        const int64_t indices = c.inputs / c.unit, first = panel * columns;
+        index_ = c.index + (indices >> 2) * first + lane;
+        upper_ = c.upper + (indices * c.upper_bits >> 5) * first + lane;
+        highest_ = c.planes[3] + (c.inputs >> 5) * first + lane;
+    }
+
+    // Returns those of inputs [k, k + 8), k a multiple of 8, the first in the lowest bits.
+    INLINE uints eight(uint64_t k) const {
+        uints codes = c_.unit == 8 ? chosen(k / 8) : chosen(k / 4) | chosen(k / 4 + 1) << 16;
+        if (c_.planes[3]) {
+            uints x = bits(highest_, k, 8);  // one to each four bits
+            x = (x | x << 12) & 0x000f000fu;
+            x = (x | x << 6) & 0x03030303u;
+            x = (x | x << 3) & 0x11111111u;
+            codes |= x << 3;
+        }
+        return codes;
+    }
+
+   private:
+    INLINE uints chosen(uint64_t i) const {
+        uints at = bits(index_, 8 * i, 8);
+        if (c_.upper_bits) at |= bits(upper_, c_.upper_bits * i, c_.upper_bits) << 8;
+        return gather(c_.grid, at);
+    }
+    INLINE uints bits(const uint32_t* words, uint64_t from, int64_t count) const {
+        return ::load<uints>(words + from / 32 * columns_) >> uint32_t(from % 32) & ((1u << count) - 1);
+    }
+
+    const Codes& c_;
+    const int64_t columns_;
+    const uint32_t *index_, *upper_, *highest_;
+};
+
 // What is known of codes when the kernels are compiled. EXACT: see `Codes`. SCATTERED: neighbours among the inputs may be in any groups.
-// LIFTED: float32 holds (4096 + zero) * scale, too.
-template <int BITS_, int LEVELS_, bool ROUNDS_, bool EXACT_ = false, bool SCATTERED_ = false, bool LIFTED_ = false>
+// LIFTED: float32 holds (4096 + zero) * scale, too. GRID: codes are chosen from a grid.
+template <int BITS_, int LEVELS_, bool ROUNDS_, bool EXACT_ = false, bool SCATTERED_ = false, bool LIFTED_ = false, bool GRID_ = false>
 struct Form {
     static constexpr int BITS = BITS_, LEVELS = LEVELS_;
-    static constexpr bool ROUNDS = ROUNDS_, EXACT = EXACT_, SCATTERED = SCATTERED_, LIFTED = LIFTED_;
+    static constexpr bool ROUNDS = ROUNDS_, EXACT = EXACT_, SCATTERED = SCATTERED_, LIFTED = LIFTED_, GRID = GRID_;
+};
+struct NoGrid {
+    INLINE NoGrid(const Codes&, int64_t, int, int) {}
 };
 
 // Unpacks 8 inputs at a time, in LANES columns.
@@ -244,7 +288,7 @@ class Unpacker {
    public:
     // `lane`: the first column, of the columns of a panel; `groups`: the numbers of the first group, and `stride` further on those of the next.
     INLINE Unpacker(const Codes& c, int64_t panel, int lane, int columns, const GroupNumbers* groups, int64_t stride)
-        : c_(c), columns_(columns), stride_(stride), groups_(groups), divisor_(float(c.divisor)), inverse_(1 / divisor_) {
+        : c_(c), columns_(columns), stride_(stride), groups_(groups), divisor_(float(c.divisor)), inverse_(1 / divisor_), grid_(c, panel, lane, columns) {
         for (int plane = 0; plane < 4; plane++) planes_[plane] = c.planes[plane] + (c.inputs >> 5 << (3 - plane)) * panel * columns + lane;
     }
 
@@ -265,7 +309,8 @@ class Unpacker {
         k_ = k;
         if (BITS == 8)
             for (int i = 0; i < 2; i++) low_[i] = words(0, k / 4 + i);
-        if (BITS >= 4 && BITS < 8) low_[0] = words(1, k / 8);
+        if constexpr (F::GRID) low_[0] = grid_.eight(k);
+        else if (BITS >= 4 && BITS < 8) low_[0] = words(1, k / 8);
         if (BITS == 6 || BITS < 4) high_ = words(2, k / 16) >> uint32_t(k % 16 * 2);
         if (BITS == 5 || BITS == 3) top_ = words(3, k / 32) >> uint32_t(k % 32);
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -369,6 +414,7 @@ class Unpacker {
     const GroupNumbers* groups_;  // of the next group, or of the first if SCATTERED
     const uint32_t* planes_[4];
     const float divisor_, inverse_;
+    const std::conditional_t<F::GRID, GridCodes, NoGrid> grid_;
     uint64_t k_ = 0;
     uints low_[2] = {}, high_ = {}, top_ = {};
     uints levels_[LEVELS == TABLE ? 8 : 4];
@@ -401,8 +447,8 @@ void with_form_of(const Codes& c, const Body& body) {
         if (c.levels == DIVIDED) return body(Form<8, DIVIDED, ROUNDS, true>());
     if constexpr (BITS == 4)
         if (c.levels == SHORT) return body(Form<4, SHORT, ROUNDS>());
-    if constexpr (BITS <= 4)
-        if (c.levels != ITSELF) return body(Form<BITS, TABLE, ROUNDS>());
+    if constexpr (BITS == 4)
+        if (c.levels == TABLE) return body(Form<4, TABLE, ROUNDS>());
     if constexpr ((BITS == 4 || BITS == 8) && LIFTS)
         if (c.exact && !c.group_of && c.offsets.type == MISSING && c.scales.type > FLOAT32 && c.scales.fine_type == WHOLE)
             return body(Form<BITS, ITSELF, ROUNDS, true, false, true>());
@@ -416,6 +462,7 @@ void with_form_of(const Codes& c, const Body& body) {
 // `ROUNDS`: whether single numbers are rounded to bfloat16; pairs of them are.
 template <bool ROUNDS, class Body>
 void with_form(const Codes& c, const Body& body) {
+    if (c.grid) return body(Form<4, SHORT, ROUNDS, false, false, false, true>());
     if (c.planes[0]) return with_form_of<8, ROUNDS>(c, body);
     if (c.planes[1] && c.planes[2]) return with_form_of<6, ROUNDS>(c, body);
     if (c.planes[1] && c.planes[3]) return with_form_of<5, ROUNDS>(c, body);

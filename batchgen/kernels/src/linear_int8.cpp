@@ -134,9 +134,8 @@ inline Part unpack(const Codes& c, const int8_t* table, int64_t panel, int64_t k
     const int64_t group = k / c.group, coarse_groups = (c.groups + c.scales.per_coarse - 1) / c.scales.per_coarse;
     for (int lane = 0; lane < WIDTH; lane += LANES) {
         const uint32_t* plane = c.planes[1] + (panel * c.inputs + k) / PER_WORD * WIDTH + lane;
-        const int64_t at = (panel * c.groups + group) * WIDTH + lane;
-        const int64_t coarse_at = (panel * coarse_groups + group / c.scales.per_coarse) * WIDTH + lane;
-        const uints zero = (c.zeros ? load_bytes(c.zeros + at) : uints{} + uint32_t(c.zero)) * 0x01010101u;
+        const int64_t row = panel * c.groups + group, coarse_row = panel * coarse_groups + group / c.scales.per_coarse;
+        const uints zero = (c.zeros ? load_bytes(c.zeros + row * WIDTH + lane) : uints{} + uint32_t(c.zero)) * 0x01010101u;
         ints sums = {};
         uint32_t* words = to.words + lane;
         for (int64_t i = 0; i < depth / PER_WORD; i++) {
@@ -152,7 +151,7 @@ inline Part unpack(const Codes& c, const int8_t* table, int64_t panel, int64_t k
             }
         }
         store(to.beginnings + lane, -sums);
-        store(to.scales + lane, numbers_of(c.scales, at, coarse_at));
+        store(to.scales + lane, numbers_of(c.scales, row, coarse_row, WIDTH, lane));
     }
     return {to.words, to.beginnings, to.scales};
 }

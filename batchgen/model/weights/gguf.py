@@ -1,13 +1,13 @@
 """Reads the weights of a GGUF file, and keeps them packed.
 
-A file has blocks of 32 or 256 numbers: codes, and the scales of their groups. The package gguf knows how codes lie in a block: it unpacks
-blocks whose scales are 1. `gguf_families.py` knows which tensors make which weight, and how rows are put in order.
+A file has blocks of 32 or 256 numbers: codes, and the scales of their groups (ggml-common.h and ggml-quants.c of llama.cpp). The package gguf has
+the grids of the types of 1 to 3 bits. `gguf_families.py` knows which tensors make which weight, and how rows are put in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from batchgen.errors import ModelError
-from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, packed_plane, packed_planes
+from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, packed_plane
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.gguf_families import (
     are_rows_of_inputs,
@@ -48,24 +48,23 @@ def _fields(words: torch.Tensor, shifts: list[int], mask: int) -> torch.Tensor:
 
 _AT_A_TIME = 1 << 20
 """Bytes that are read at a time, so that what is made of them stays in the cache."""
-_FINENESS = 8
-"""Levels of blocks whose scales are 1 are multiples of an eighth, below 64."""
-_Scales = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+_Parts = dict[str, torch.Tensor]
 
 
-def _one(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _one(x: torch.Tensor) -> _Parts:
     return {"scales": _half(x, 0)}
 
 
-def _and_minimum(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _and_minimum(x: torch.Tensor) -> _Parts:
     return {"scales": _half(x, 0), "offsets": _half(x, 2)}
 
 
-def _q2_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"scales": _half(x, 80), "sub": x[..., :16] & 15, "offsets": -_half(x, 82), "sub_offsets": x[..., :16] >> 4}
+def _q2_k(x: torch.Tensor) -> _Parts:
+    fine = {"sub": packed_plane(x[..., :16] & 15, 4), "sub_offsets": packed_plane(x[..., :16] >> 4, 4)}
+    return fine | {"scales": _half(x, 80), "offsets": -_half(x, 82)}
 
 
-def _q3_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _q3_k(x: torch.Tensor) -> _Parts:
     """Scales of 6 bits, less 32: the lower 4 bits of all, then the upper 2."""
     low, high = x[..., 96:104], x[..., 104:108]
     low = torch.cat([low & 15, low >> 4], -1)
@@ -73,7 +72,7 @@ def _q3_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"scales": _half(x, 108), "sub": (low | (high << 4)) - 32}
 
 
-def _q4_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _q4_k(x: torch.Tensor) -> _Parts:
     """Eight scales and eight minima of 6 bits. The upper 2 bits of the last four are in the bytes of the first four."""
     a, b, rest = x[..., 4:8], x[..., 8:12], x[..., 12:16]
     scales = torch.cat([a & 63, (rest & 15) | ((a >> 6) << 4)], -1)
@@ -81,28 +80,28 @@ def _q4_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"scales": _half(x, 0), "sub": scales, "offsets": -_half(x, 2), "sub_offsets": minima}
 
 
-def _q6_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _q6_k(x: torch.Tensor) -> _Parts:
     return {"scales": _half(x, 208), "sub": x[..., 192:208]}
 
 
-def _iq4_xs(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _iq4_xs(x: torch.Tensor) -> _Parts:
     low = nibbles(x[..., 4:8])
     high = _fields(_words(x[..., 2:4], 2), list(range(0, 16, 2)), 3)
     return {"scales": _half(x, 0), "sub": (low | (high << 4)).to(torch.uint8) - 32}
 
 
-def _odd(d: torch.Tensor, numbers: torch.Tensor, by: float = 1.0) -> dict[str, torch.Tensor]:
-    """Scales d (2 s + 1), times a power of two."""
-    return {"scales": d.float() * by, "sub": (2 * numbers + 1).to(torch.uint8)}
+def _odd(scales: torch.Tensor, fine: torch.Tensor) -> _Parts:
+    """`fine`: s of 4 bits, two in a byte, or one in a word; the scale of a group is (2 s + 1) of a block's."""
+    return {"scales": scales, "sub": fine if fine.dtype == torch.uint8 else packed_plane(fine.to(torch.uint8), 4)}
 
 
-def _iq1_m(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _iq1_m(x: torch.Tensor) -> _Parts:
     words = _words(x[..., 48:56], 2)
     d = ((words >> 12) << (4 * torch.arange(4))).sum(-1, keepdim=True).to(torch.int32).to(torch.int16).view(torch.float16)  # fmt: skip
     return _odd(d, _fields(words, [0, 3, 6, 9], 7))
 
 
-def _nibbles(x: torch.Tensor, half: int) -> dict[str, torch.Tensor]:
+def _nibbles(x: torch.Tensor, half: int) -> _Parts:
     """Returns the plane of the codes of bytes. The lower nibbles of `half` bytes are `half` codes, the upper ones the next as many."""
     words = x.contiguous().view(torch.int16)  # two neighbours, each of two codes
     words = words.view(*x.shape[:-1], -1, 1, half // 2)
@@ -110,19 +109,66 @@ def _nibbles(x: torch.Tensor, half: int) -> dict[str, torch.Tensor]:
     return {"plane4": pairs.to(torch.uint8).flatten(-3)}
 
 
-def _upper(x: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
+def _upper(x: torch.Tensor, size: int) -> _Parts:
     """Returns a plane of codes, or of their upper bits. The lowest `size` bits of 32 bytes are those of 32 codes, the next bits those of the next 32."""
     x = x.reshape(*x.shape[:-1], -1, 1, 32)
     codes = torch.cat([(x >> shift) & ((1 << size) - 1) for shift in range(0, 8, size)], -2)
     return {f"plane{size}": packed_plane(codes.flatten(-3), size)}
 
 
-_PLANES: dict[str, _Scales] = {
+def _ternary(x: torch.Tensor) -> _Parts:
+    """Five numbers of 0 to 2 in a byte, as the digits of a fraction to the base 3; four in the last four bytes."""
+    powers = torch.tensor([1, 3, 9, 27, 81])[:, None]
+    parts = ((x[..., :32], 5), (x[..., 32:48], 5), (x[..., 48:52], 4))
+    codes = [((((bytes_[..., None, :] * powers[:count]) & 255) * 3) >> 8).flatten(-2) for bytes_, count in parts]
+    return {"plane2": packed_plane(torch.cat(codes, -1).to(torch.uint8), 2)}
+
+
+def _signs(seven: torch.Tensor) -> torch.Tensor:
+    """Returns bytes of eight signs, of which the first seven are given: the number of negative ones is even."""
+    odd = seven ^ (seven >> 4)
+    odd ^= odd >> 2
+    odd ^= odd >> 1
+    return (seven | ((odd & 1) << 7)).to(torch.uint8)
+
+
+def _signs_of_32(words: torch.Tensor) -> torch.Tensor:
+    return _signs(_fields(words, [0, 7, 14, 21], 127))
+
+
+def _iq2_xxs(x: torch.Tensor) -> _Parts:
+    """For 32 numbers, four bytes that choose from the grid, then a word of signs and a scale."""
+    parts = x[..., 2:].reshape(*x.shape[:-1], -1, 2, 4)
+    return {
+        "plane_index": parts[..., 0, :].flatten(-2),
+        "plane1": _signs_of_32(_words(parts[..., 1, :], 4).squeeze(-1)),
+    }
+
+
+def _iq2_xs(x: torch.Tensor) -> _Parts:
+    """For eight numbers, 9 bits that choose from the grid, and 7 of signs."""
+    words = _words(x[..., 2:66], 2)
+    return {
+        "plane_index": (words & 255).to(torch.uint8),
+        "plane_upper": packed_plane(((words >> 8) & 1).to(torch.uint8), 1),
+        "plane1": _signs(words >> 9),
+    }
+
+
+def _iq1_s(x: torch.Tensor) -> _Parts:
+    words = _words(x[..., 34:], 2)
+    upper = _fields(words, [0, 3, 6, 9], 7) | ((words >> 15) << 3).repeat_interleave(4, -1)
+    return {"plane_index": x[..., 2:34], "plane_upper": packed_plane(upper.to(torch.uint8), 4)}
+
+
+_PLANES: dict[str, Callable[[torch.Tensor], _Parts]] = {
     "Q4_0": lambda x: _nibbles(x[..., 2:], 16),
     "Q4_1": lambda x: _nibbles(x[..., 4:], 16),
     "Q5_0": lambda x: _nibbles(x[..., 6:], 16) | {"plane1": x[..., 2:6]},
     "Q5_1": lambda x: _nibbles(x[..., 8:], 16) | {"plane1": x[..., 4:8]},
     "Q8_0": lambda x: {"plane8": x[..., 2:] ^ 128},
+    "TQ1_0": _ternary,
+    "TQ2_0": lambda x: _upper(x[..., :64], 2),
     "Q2_K": lambda x: _upper(x[..., 16:80], 2),
     "Q3_K": lambda x: _upper(x[..., 32:96], 2) | _upper(x[..., :32], 1),
     "Q4_K": lambda x: _nibbles(x[..., 16:], 32),
@@ -131,8 +177,15 @@ _PLANES: dict[str, _Scales] = {
     "IQ4_NL": lambda x: _nibbles(x[..., 2:], 16),
     "IQ4_XS": lambda x: _nibbles(x[..., 8:], 16),
     "MXFP4": lambda x: _nibbles(x[..., 1:], 16),
+    "IQ3_XXS": lambda x: {"plane_index": x[..., 2:66], "plane1": _signs_of_32(_words(x[..., 66:], 4))},
+    "IQ3_S": lambda x: {"plane_index": x[..., 2:66], "plane_upper": x[..., 66:74], "plane1": x[..., 74:106]},
+    "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "IQ2_S": lambda x: {"plane_index": x[..., 2:34], "plane_upper": x[..., 66:74], "plane1": x[..., 34:66]},
+    "IQ1_S": _iq1_s,
+    "IQ1_M": lambda x: {"plane_index": x[..., :32], "plane_upper": x[..., 32:48]},
 }
-"""The planes of the blocks of the usual types, which are read without the package gguf: that makes float32 of each number."""
+"""The planes of blocks (`Coding`). The package gguf would make float32 of each number."""
 
 
 class _Type(NamedTuple):
@@ -140,57 +193,66 @@ class _Type(NamedTuple):
 
     bits: int
     group: int
-    scales: _Scales
-    unit: tuple[tuple[int, str], ...]
-    """Bytes that make the scales 1: where they begin, and what they are, in hexadecimal."""
+    scales: Callable[[torch.Tensor], _Parts]
     zero: int = 0
     levels: tuple[float, ...] | None = None
     sub: str = ""
-    masked: slice | None = None
-    """Bytes whose upper bits are scales, which are to be 0."""
-    mask: int = 15
+    unit: int = 0
 
 
-def _both(*levels: float) -> tuple[float, ...]:
-    return tuple(sorted({*levels, *(-level for level in levels)}))
+def _and_negative(*levels: float) -> tuple[float, ...]:
+    """Returns levels of codes of 4 bits, of which the highest is the sign."""
+    positive = levels + (0.0,) * (8 - len(levels))
+    return (*positive, *(-level for level in positive))
 
 
-_ONE = "003c"
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4 = tuple(level or 0.0 for level in E2M1)  # without a negative zero
-_IQ3, _IQ2, _IQ1 = _both(4, 12, 20, 28, 36, 44, 52, 62), _both(8, 25, 43), _both(0.125, 0.875, 1.125)
+_IQ3, _IQ3_S, _IQ2 = (
+    _and_negative(4, 12, 20, 28, 36, 44, 52, 62),
+    _and_negative(*range(1, 16, 2)),
+    _and_negative(8, 25, 43),
+)
+_IQ1 = (-0.875, 0.125, 1.125, -1.125, -0.125, 0.875)
 TYPES = {
-    "Q4_0": _Type(4, 32, _one, ((0, _ONE),), zero=8),
-    "Q4_1": _Type(4, 32, _and_minimum, ((0, _ONE + "0000"),)),
-    "Q5_0": _Type(5, 32, _one, ((0, _ONE),), zero=16),
-    "Q5_1": _Type(5, 32, _and_minimum, ((0, _ONE + "0000"),)),
-    "Q8_0": _Type(8, 32, _one, ((0, _ONE),), zero=128),
-    "Q2_K": _Type(2, 16, _q2_k, ((0, "01" * 16), (80, _ONE + "0000")), sub="u8"),
-    "Q3_K": _Type(3, 16, _q3_k, ((96, "11" * 8 + "aa" * 4), (108, _ONE)), zero=4, sub="i8"),
-    "Q4_K": _Type(4, 32, _q4_k, ((0, _ONE + "0000"), (4, "01" * 4 + "00" * 4 + "01" * 4)), sub="u8"),
-    "Q5_K": _Type(5, 32, _q4_k, ((0, _ONE + "0000"), (4, "01" * 4 + "00" * 4 + "01" * 4)), sub="u8"),
-    "Q6_K": _Type(6, 16, _q6_k, ((192, "01" * 16), (208, _ONE)), zero=32, sub="i8"),
-    "TQ1_0": _Type(2, 256, lambda x: {"scales": _half(x, 52)}, ((52, _ONE),), zero=1),
-    "TQ2_0": _Type(2, 256, lambda x: {"scales": _half(x, 64)}, ((64, _ONE),), zero=1),
-    "IQ4_NL": _Type(4, 32, _one, ((0, _ONE),), levels=_IQ4),
-    "IQ4_XS": _Type(4, 32, _iq4_xs, ((0, _ONE + "aaaa" + "11" * 4),), levels=_IQ4, sub="i8"),
-    "IQ3_XXS": _Type(
-        4, 32, lambda x: _odd(_half(x, 0), _words(x[..., 66:98], 4) >> 28, 1 / 4), ((0, "0044"),), levels=_IQ3, sub="u8", masked=slice(69, 98, 4)
-    ),
-    "IQ3_S": _Type(
-        4, 32, lambda x: _odd(_half(x, 0), nibbles(x[..., 106:110])), ((0, _ONE), (106, "00" * 4)), levels=_both(*range(1, 16, 2)), sub="u8"
-    ),
-    "IQ2_XXS": _Type(
-        3, 32, lambda x: _odd(_half(x, 0), _words(x[..., 2:], 4)[..., 1::2] >> 28, 1 / 8), ((0, "0048"),), levels=_IQ2, sub="u8", masked=slice(9, 66, 8)
-    ),
-    "IQ2_XS": _Type(3, 16, lambda x: _odd(_half(x, 0), nibbles(x[..., 66:]), 1 / 8), ((0, "0048"), (66, "00" * 8)), levels=_IQ2, sub="u8"),
-    "IQ2_S": _Type(3, 16, lambda x: _odd(_half(x, 0), nibbles(x[..., 74:]), 1 / 8), ((0, "0048"), (74, "00" * 8)), levels=_IQ2, sub="u8"),
-    "IQ1_S": _Type(
-        3, 32, lambda x: _odd(_half(x, 0), (_words(x[..., 34:], 2) >> 12) & 7), ((0, _ONE),), levels=_IQ1, sub="u8", masked=slice(35, 50, 2), mask=0x8F
-    ),
-    "IQ1_M": _Type(3, 16, _iq1_m, ((48, "0000000000c00030"),), levels=_IQ1, sub="u8"),
-    "MXFP4": _Type(4, 32, lambda x: {"sub": x[..., :1]}, (), levels=_MXFP4, sub="e8m0"),
+    "Q4_0": _Type(4, 32, _one, zero=8),
+    "Q4_1": _Type(4, 32, _and_minimum),
+    "Q5_0": _Type(5, 32, _one, zero=16),
+    "Q5_1": _Type(5, 32, _and_minimum),
+    "Q8_0": _Type(8, 32, _one, zero=128),
+    "Q2_K": _Type(2, 16, _q2_k, sub="u4"),
+    "Q3_K": _Type(3, 16, _q3_k, zero=4, sub="i8"),
+    "Q4_K": _Type(4, 32, _q4_k, sub="u8"),
+    "Q5_K": _Type(5, 32, _q4_k, sub="u8"),
+    "Q6_K": _Type(6, 16, _q6_k, zero=32, sub="i8"),
+    "TQ1_0": _Type(2, 256, lambda x: {"scales": _half(x, 52)}, zero=1),
+    "TQ2_0": _Type(2, 256, lambda x: {"scales": _half(x, 64)}, zero=1),
+    "IQ4_NL": _Type(4, 32, _one, levels=_IQ4),
+    "IQ4_XS": _Type(4, 32, _iq4_xs, levels=_IQ4, sub="i8"),
+    "IQ3_XXS": _Type(4, 32, lambda x: _odd(_half(x, 0).float() / 4, _words(x[..., 66:98], 4) >> 28), levels=_IQ3, sub="odd", unit=4),
+    "IQ3_S": _Type(4, 32, lambda x: _odd(_half(x, 0), x[..., 106:110]), levels=_IQ3_S, sub="odd", unit=4),
+    "IQ2_XXS": _Type(4, 32, lambda x: _odd(_half(x, 0).float() / 8, _words(x[..., 2:], 4)[..., 1::2] >> 28), levels=_IQ2, sub="odd", unit=8),
+    "IQ2_XS": _Type(4, 16, lambda x: _odd(_half(x, 0).float() / 8, x[..., 66:]), levels=_IQ2, sub="odd", unit=8),
+    "IQ2_S": _Type(4, 16, lambda x: _odd(_half(x, 0).float() / 8, x[..., 74:]), levels=_IQ2, sub="odd", unit=8),
+    "IQ1_S": _Type(4, 32, lambda x: _odd(_half(x, 0), (_words(x[..., 34:], 2) >> 12) & 7), levels=_IQ1, sub="odd", unit=8),
+    "IQ1_M": _Type(4, 16, _iq1_m, levels=_IQ1, sub="odd", unit=8),
+    "MXFP4": _Type(4, 32, lambda x: {"sub": x[..., :1]}, levels=_MXFP4, sub="e8m0"),
 }  # fmt: skip
+
+
+@cache
+def _grid_of(kind: str) -> torch.Tensor:
+    """Returns the words of codes that a number of `plane_index` and `plane_upper` chooses (`codes.OF_ALL_ROWS`)."""
+    import gguf.quants
+
+    layout = getattr(gguf.quants, kind)
+    layout.init_grid()
+    numbers = torch.from_numpy(layout.grid).squeeze((0, 1))
+    if kind.startswith("IQ1"):  # in the second half, an eighth less instead of an eighth more
+        numbers = torch.cat([numbers + 0.125, numbers - 0.125])
+    levels = torch.tensor(TYPES[kind].levels)
+    codes = (numbers[..., None] == levels).int().argmax(-1)
+    return (codes << 4 * torch.arange(codes.shape[1])).sum(-1).to(torch.int32)
 
 
 def from_blocks(data: torch.Tensor, kind: str, *, transposed: bool = False) -> torch.Tensor:
@@ -199,37 +261,18 @@ def from_blocks(data: torch.Tensor, kind: str, *, transposed: bool = False) -> t
     rows = data.flatten(0, -2)
     pieces = [_parts_of(some, kind) for some in torch.split(rows, max(1, _AT_A_TIME // rows.shape[1]))]
     parts = {name: torch.cat([piece[name] for piece in pieces]).view(*data.shape[:-1], -1) for name in pieces[0]}
-    coding = Coding(layout.bits, layout.levels, layout.zero, layout.group, layout.sub)
+    if layout.unit:
+        parts["grid"] = _grid_of(kind)
+    coding = Coding(layout.bits, layout.levels, layout.zero, layout.group, layout.unit, layout.sub)
     return PackedTensor(coding, parts, transposed=transposed)
 
 
-def _parts_of(rows: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+def _parts_of(rows: torch.Tensor, kind: str) -> _Parts:
     """Returns the parts of rows [N, bytes of a row]."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    layout = TYPES[kind]
     blocks = rows.reshape(len(rows), -1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1])
-    parts = layout.scales(blocks) | (_PLANES[kind](blocks) if kind in _PLANES else {})
-    parts = {name: part.flatten(-2) for name, part in parts.items()}
-    return parts if kind in _PLANES else parts | packed_planes(_codes_of_unit_blocks(blocks.clone(), kind), layout.bits)
-
-
-def _codes_of_unit_blocks(unit: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns the codes of blocks, whose scales it sets to 1, in place."""
-    from gguf import GGMLQuantizationType, dequantize
-
-    layout = TYPES[kind]
-    for at, text in layout.unit:
-        written = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-        unit[..., at : at + len(written)] = written
-    if layout.masked is not None:
-        unit[..., layout.masked] &= layout.mask
-    levels = dequantize(unit.flatten(-2).numpy(), GGMLQuantizationType[kind])
-    if layout.levels is None:
-        return torch.from_numpy((levels + np.float32(layout.zero)).astype(np.uint8))
-    codes = np.zeros(2 * _FINENESS * 64, np.uint8)  # by levels; negative ones from the end on
-    codes[(np.array(layout.levels) * _FINENESS).astype(np.int16)] = range(len(layout.levels))
-    return torch.from_numpy(codes[(levels * _FINENESS).astype(np.int16)])
+    return {name: part.flatten(-2) for name, part in (TYPES[kind].scales(blocks) | _PLANES[kind](blocks)).items()}
 
 
 _NOT_WEIGHTS = ("rope_freqs.", "rope_factors_", "v.", "a.", "mm.", "output.weight")

@@ -32,14 +32,13 @@ be fast."""
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _GGUF_BITS = {
-    "Q2_K": 3.125, "Q4_K": 4.625, "Q5_K": 5.625, "TQ1_0": 2.06, "IQ3_XXS": 4.375, "IQ3_S": 4.375, "IQ2_XXS": 3.375, "IQ2_XS": 3.625,
-    "IQ2_S": 3.625, "IQ1_S": 3.375, "IQ1_M": 3.625,
+    "Q4_K": 4.625, "Q5_K": 5.625, "TQ1_0": 2.06, "IQ3_XXS": 3.25, "IQ2_XXS": 2.25, "IQ2_XS": 2.5, "IQ2_S": 2.625, "IQ1_S": 1.6875, "IQ1_M": 1.8125,
 }  # fmt: skip
 """Bits of a number in memory, of the types that take more there than in the file."""
-WHOLE_GGUF = {"Q4_0", "IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ3_S", "MXFP4"}
+WHOLE_GGUF = {"Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4"}
 """The types of GGUF that `--quantize int8` multiplies as they are: 4 bits, of whole numbers or halves (`kernels.int8.are_whole`)."""
-_4_BITS_GGUF = {*WHOLE_GGUF, "Q4_1", "Q4_K"}
-"""Those whose codes have 4 bits, these and the ones with offsets."""
+_4_BITS_GGUF = {*WHOLE_GGUF, "Q4_1", "Q4_K", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"}
+"""Those whose codes have 4 bits: these, the ones with offsets and the ones of grids."""
 _SCALES = ("scales", "scale", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "absmax", "nested_absmax", "quant_map", "nested_quant_map", "SCB", "biases")  # fmt: skip
 """The last parts of the names of tensors that belong to a packed weight, and stay in their own type."""
 
