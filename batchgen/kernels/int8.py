@@ -8,6 +8,7 @@ result depends only on the row.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 from batchgen.kernels.build import DTYPES, integers, kernel, library, pointers
 from batchgen.kernels.coded import Codes
 from batchgen.kernels.codes import Coding, PackedTensor
-from batchgen.kernels.isa import instruction_set
+from batchgen.kernels.isa import least_coded_group
 from batchgen.kernels.ops import (
     CACHED,
     Activation,
@@ -142,7 +143,7 @@ class Int8Linear(KernelLinear):
 
     @classmethod
     def of_codes(cls, layer: PackedLinear) -> Int8Linear:
-        """Returns a layer that multiplies the codes of a packed one, which it shares, in 8 bits. `are_whole` must hold for them."""
+        """Returns a layer that multiplies the codes of a packed one, which it shares, in 8 bits. They must be whole numbers, or halves."""
         assert layer.codes is not None
         made = cls.__new__(cls)
         shape = (layer.experts, layer.out_features, layer.in_features)
@@ -191,20 +192,17 @@ def _middle_swapped(values: torch.Tensor) -> torch.Tensor:
 
 
 def stay_packed(weights: Iterable[torch.Tensor]) -> bool:
-    """Whether weights are packed as they are before they are in 8 bits: some have 4 bits, and `multiplies_codes`, or all that can have 16."""
+    """Whether weights are packed as they are before they are in 8 bits: some have 4 bits, and codes may be multiplied as they are, or all that can have 16."""
     bits = {weight.coding.bits for weight in weights if isinstance(weight, PackedTensor)}
-    return bits == {16} or (4 in bits and multiplies_codes())
+    return bits == {16} or (4 in bits and least_coded_group() < math.inf)
 
 
-def multiplies_codes() -> bool:
-    """Whether codes of 4 bits are multiplied in 8 bits as they are. Matrix units multiply faster by weights of 8 bits than vectors by codes."""
-    return instruction_set() != "amx"
-
-
-def are_whole(codes: Codes) -> bool:
-    """Whether the kernels can multiply codes in 8 bits: 4 bits each in a plane, and whole numbers, or halves, times the scale of a group."""
+def are_multiplied(codes: Codes) -> bool:
+    """Whether codes are multiplied in 8 bits as they are: 4 bits each in a plane, and whole numbers, or halves, times the scale of a large group."""
     coding = codes.coding
     if coding.bits != 4 or coding.unit or coding.group == 0 or "offsets" in codes.parts:
+        return False
+    if coding.group < least_coded_group():
         return False
     wholes = [float(level) / _factor(coding) for level in coding.levels or ()]
     return all(whole.is_integer() and abs(whole) <= LARGEST for whole in wholes)

@@ -6,6 +6,7 @@ The instruction sets of a processor are ordered, the largest last. Each contains
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 from functools import cache
@@ -90,6 +91,15 @@ def _multiplies_pairs_slowly() -> bool:
     units, so the processor is recognised by `avx512_fp16`, which came with them.
     """
     return features().issuperset(("GenuineIntel", "avx512_fp16"))
+
+
+def least_coded_group() -> float:
+    """Returns of how many inputs the groups of codes of 4 bits must be, for `--quantize int8` to multiply the codes as they are.
+
+    Below, this is slower than in 16 bits, and weights become 8 bits. Without sums of four products of bytes, groups cost more. Matrix units always
+    multiply weights of 8 bits faster.
+    """
+    return {"amx": math.inf, "avx512": 128, "avx2": 128}.get(instruction_set(), 0)
 
 
 def sets_below() -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from batchgen.kernels.decoder_layers import fuse_layers, unfuse_layers
 from batchgen.kernels.fusion import as_linear, fuse_linear
-from batchgen.kernels.int8 import Int8Linear, are_whole, quantize_weight
+from batchgen.kernels.int8 import Int8Linear, are_multiplied, quantize_weight
 from batchgen.kernels.memory import give_back
 from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedLinear, plain_weight
 from batchgen.kernels.replacing import Packing, replace_parts
@@ -42,7 +42,7 @@ def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] |
 
 def in_8_bits(layer: PackedLinear) -> Int8Linear:
     """Returns a layer in 8 bits. It shares the codes of the packed one, if they can be multiplied as they are."""
-    if layer.codes is not None and are_whole(layer.codes):
+    if layer.codes is not None and are_multiplied(layer.codes):
         return Int8Linear.of_codes(layer)
     pieces = ([quantize_weight(rows) for rows in parts] for parts in layer.pieces())
     weights = [_of_pieces(part, layer.experts) for part in zip(*pieces, strict=True)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from batchgen.kernels import isa
 from batchgen.kernels.codes import dequantize
-from batchgen.kernels.int8 import STEP, Int8Linear, are_whole, quantize_weight
-from batchgen.kernels.isa import instruction_set
+from batchgen.kernels.int8 import STEP, Int8Linear, quantize_weight
 from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.kernels.quantization import in_8_bits
 from support.codings import ROWS, SIZE, weight_of
@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, threads):
         assert torch.equal(layer(x[-count:]), whole[-count:])
 
 
-@pytest.mark.skipif(instruction_set() == "amx", reason="a row has 8 bits and one scale")
+@pytest.mark.skipif(isa.instruction_set() == "amx", reason="a row has 8 bits and one scale")
 def test_a_large_input_hardly_costs_the_others_precision():
     x = numbers(3, 256)
     x[:, 100] = 1000
@@ -102,8 +102,7 @@ WHOLE = ("Q4_0", "AWQ", "NVFP4", "MXFP4", "W4A16", "NF4")
 def test_whole_codes_are_multiplied_as_they_are(name, dtype, threads):
     weight = weight_of(name, dtype)
     layer = PackedLinear([weight], [numbers(ROWS)])
-    assert are_whole(layer.codes)
-    packed = in_8_bits(layer)
+    packed = Int8Linear.of_codes(layer)
     assert packed.codes is layer.codes
     x = numbers(100, SIZE, dtype=dtype, seed=2)
     plain = dequantize(replace(weight.coding, rounds=None), weight.parts)
@@ -117,6 +116,18 @@ def test_whole_codes_are_multiplied_as_they_are(name, dtype, threads):
     for count in (1, 2, 3, 7, 23, 50):
         assert torch.equal(packed(x[:count]), got[:count])
         assert torch.equal(packed(x[-count:]), got[-count:])
+
+
+@pytest.mark.parametrize(
+    ("instruction_set", "multiplied"), [("avx2", ["AWQ"]), ("avx512_vnni", ["AWQ", "Q4_0"]), ("amx", [])]
+)
+def test_codes_are_multiplied_as_they_are_where_that_is_faster_than_in_16_bits(
+    instruction_set, multiplied, monkeypatch
+):
+    """AWQ's groups have 128 inputs, those of Q4_0 32."""
+    monkeypatch.setattr(isa, "instruction_set", lambda: instruction_set)
+    layers = {name: in_8_bits(PackedLinear([weight_of(name, FLOAT32)], [None])) for name in ("AWQ", "Q4_0", "Q4_1")}
+    assert [name for name, layer in layers.items() if layer.codes is not None] == multiplied
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q8_0", "FP8", "GPTQ in 8 bits, desc_act", "IQ3_S", "IQ1_M"])

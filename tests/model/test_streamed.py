@@ -217,6 +217,9 @@ def test_weights_are_not_streamed_over_several_devices(tiny_model_dir: Path) -> 
         load_folder(tiny_model_dir, weights="streamed", device_map="auto", device="auto")
 
 
+_W4A16: dict[str, Any] = {"quant_method": "compressed-tensors"}
+
+
 @pytest.mark.parametrize(
     ("instructions", "settings", "tensor", "stays"),
     [
@@ -226,10 +229,26 @@ def test_weights_are_not_streamed_over_several_devices(tiny_model_dir: Path) -> 
         ("amx", {"quant_method": "gptq", "bits": 4}, ("qweight", "I32", [8, 640]), False),
         ("none", {"quant_method": "gptq", "bits": 4}, ("qweight", "I32", [8, 640]), False),
         ("avx2", {"quant_method": "bitsandbytes"}, ("weight", "U8", [640, 32]), False),
-        ("avx2", {"quant_method": "modelopt"}, ("weight", "U8", [640, 32]), True),
-        ("avx2", {"quant_method": "compressed-tensors"}, ("weight_packed", "I32", [640, 8]), True),
-        ("avx2", {"quant_method": "gguf"}, ("weight", "Q4_0", [640, 64]), True),
-        ("avx2", {"quant_method": "gguf"}, ("weight", "Q4_K", [640, 64]), False),
+        ("avx512_vnni", {"quant_method": "modelopt"}, ("weight", "U8", [640, 32]), True),
+        ("avx512_vnni", {"quant_method": "compressed-tensors"}, ("weight_packed", "I32", [640, 8]), True),
+        ("avx512_vnni", {"quant_method": "gguf"}, ("weight", "Q4_0", [640, 64]), True),
+        ("avx512_vnni", {"quant_method": "gguf"}, ("weight", "Q4_K", [640, 64]), False),
+        ("avx2", {"quant_method": "gptq", "bits": 4, "group_size": 64}, ("qweight", "I32", [8, 640]), False),
+        ("avx2", {"quant_method": "modelopt"}, ("weight", "U8", [640, 32]), False),
+        (
+            "avx2",
+            _W4A16 | {"config_groups": {"0": {"weights": {"group_size": 32}}}},
+            ("weight_packed", "I32", [640, 8]),
+            False,
+        ),
+        (
+            "avx2",
+            _W4A16 | {"config_groups": {"0": {"weights": {"group_size": 128}}}},
+            ("weight_packed", "I32", [640, 8]),
+            True,
+        ),
+        ("avx2", {"quant_method": "mxfp4"}, ("up_blocks", "U8", [640, 32]), False),
+        ("avx2", {"quant_method": "gguf"}, ("weight", "Q4_0", [640, 64]), False),
     ],
 )
 def test_int8_counts_codes_of_4_bits_that_it_multiplies_as_they_are(
@@ -242,7 +261,7 @@ def test_int8_counts_codes_of_4_bits_that_it_multiplies_as_they_are(
     kept, plain = 12800 + (23680 if dtype == "Q4_K" else 20480), 12800 + 2 * 64 * 640
     assert (found.kept, found.plain) == (kept, plain)
     in_8_bits = 12800 + 64 * 640 + 8 * 640
-    packed_first = instructions == "avx2" and settings.get("bits") != 8
+    packed_first = instructions in ("avx2", "avx512_vnni") and settings.get("bits") != 8
     in_between = kept + in_8_bits if packed_first else plain
     assert (found.int8, found.int8_load) == ((kept, kept) if stays else (in_8_bits, in_between))
 

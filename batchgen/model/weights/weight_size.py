@@ -36,7 +36,7 @@ _GGUF_BITS = {
 }  # fmt: skip
 """Bits of a number in memory, of the types that take more there than in the file."""
 WHOLE_GGUF = {"Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4"}
-"""The types of GGUF that `--quantize int8` multiplies as they are: 4 bits, of whole numbers or halves (`kernels.int8.are_whole`)."""
+"""The types of GGUF with codes of 4 bits that are whole numbers or halves, times the scale of 32 (`kernels.int8.are_multiplied`)."""
 _4_BITS_GGUF = {*WHOLE_GGUF, "Q4_1", "Q4_K", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"}
 """Those whose codes have 4 bits: these, the ones with offsets and the ones of grids."""
 _SCALES = ("scales", "scale", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "absmax", "nested_absmax", "quant_map", "nested_quant_map", "SCB", "biases")  # fmt: skip
@@ -293,7 +293,7 @@ def _are_packed_first(tensors: Iterable[StoredTensor], settings: Mapping[str, An
     if not on_cpu or isa.instruction_set() == isa.NONE:
         return False
     packed = [t for t in tensors if t.dtype not in _FLOATS and _kept(t, settings, 4, on_cpu=True)[1]]
-    return not packed or (isa.instruction_set() != "amx" and any(_has_4_bits(t, settings) for t in packed))
+    return not packed or (isa.least_coded_group() < math.inf and any(_has_4_bits(t, settings) for t in packed))
 
 
 def _has_4_bits(tensor: StoredTensor, settings: Mapping[str, Any] | None) -> bool:
@@ -318,19 +318,29 @@ def _settings_of(tensor: StoredTensor, settings: Mapping[str, Any] | None) -> Ma
 
 def _stays_in_4_bits(tensor: StoredTensor, settings: Mapping[str, Any] | None) -> bool:
     """Whether `--quantize int8` keeps a packed weight as it is, and multiplies its codes (`kernels.int8`)."""
-    if isa.instruction_set() in (isa.NONE, "amx") or not _layer_of(tensor.name):
-        return False
-    if tensor.dtype in WHOLE_GGUF:
-        return True
-    if not _has_4_bits(tensor, settings):
-        return False
     last, own = tensor.name.rpartition(".")[2], _settings_of(tensor, settings)
+    if isa.instruction_set() == isa.NONE or _group_size(tensor, own) < isa.least_coded_group():
+        return False
+    if not _layer_of(tensor.name) or not _has_4_bits(tensor, settings):
+        return False
     settings = settings or {}
+    if settings.get("quant_method") == METHOD:
+        return tensor.dtype in WHOLE_GGUF
     if tensor.dtype == "U32":  # MLX's, unless groups have offsets
         return bool(own.get("mode", "affine") != "affine")
     if last == "qweight":  # AWQ, and GPTQ whose groups have neighbouring inputs
         return not settings.get("desc_act")
     return last != "weight" or settings.get("quant_method") == "modelopt"
+
+
+def _group_size(tensor: StoredTensor, settings: Mapping[str, Any]) -> int:
+    """Returns how many inputs have one scale, as the settings say; a large number if all of a row have."""
+    if tensor.dtype in WHOLE_GGUF or tensor.name.endswith("_blocks"):
+        return 32
+    weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    sizes = [each.get("group_size") for each in (settings, *weights)]
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    return min(known, default=16 if settings.get("quant_method") == "modelopt" else 1 << 30)
 
 
 def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
