@@ -13,7 +13,6 @@ from batchgen.model_files import LOCAL, read_json
 
 _logger = logging.getLogger("batchgen")
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _ANSWER_SECONDS = 10.0
 
 
@@ -29,9 +28,9 @@ def asked(config: ModelConfig) -> Exception | None:
 
 
 def prefer_cache_if_unreachable(config: ModelConfig) -> None:
-    """Turns the offline mode of huggingface_hub on, for this process and its children, if the hub gives no answer and the model's weights are in its cache.
+    """Turns the offline mode of huggingface_hub on, for this process and its children, if the hub gives no answer and the model is in its cache.
 
-    Otherwise each file that a model may lack (there are about seven) would be asked for six times, which takes half a minute or more.
+    Otherwise each file that a model may lack (there are about seven) would be asked for six times, which takes minutes.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
@@ -39,8 +38,7 @@ def prefer_cache_if_unreachable(config: ModelConfig) -> None:
     name = config.model
     if constants.HF_HUB_OFFLINE or Path(name).exists():
         return
-    weights = [try_to_load_from_cache(name, file, revision=config.revision) for file in _WEIGHTS]
-    if not any(isinstance(place, str) for place in weights):
+    if not isinstance(try_to_load_from_cache(name, "config.json", revision=config.revision), str):
         return
     error = asked(config)
     if error is not None and not isinstance(error, HfHubHTTPError):  # which is an answer

@@ -293,9 +293,13 @@ def cached(tmp_path, tiny_model_dir, monkeypatch):
     return constants
 
 
-def test_a_cached_model_is_loaded_offline_if_the_hub_gives_no_answer(cached, monkeypatch):
-    """Otherwise each file that it lacks would be asked for again and again, for minutes."""
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_cached_model_is_loaded_offline_if_the_hub_gives_no_answer(cached, monkeypatch, tmp_path, weights):
+    """Otherwise each file that it lacks would be asked for again and again, for minutes. A plan needs no weights."""
     monkeypatch.setattr(cached, "ENDPOINT", "http://127.0.0.1:9")
+    if not weights:
+        for file in (tmp_path / "hub").rglob("*.safetensors"):
+            file.unlink()
     with logged("batchgen", "WARNING") as messages:
         assert load_config(ModelConfig(model="org/name")).model_type == "llama"
     (message,) = messages
