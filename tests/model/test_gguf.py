@@ -15,12 +15,16 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
 from batchgen.kernels import int8
+from batchgen.kernels.coded import can_unpack
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.int8 import are_multiplied
-from batchgen.model.weights.gguf import TYPES, from_blocks
+from batchgen.model.weights.gguf import TYPES, _read_weight, from_blocks
+from batchgen.model.weights.gguf_families import arranged
 from batchgen.model.weights.weight_size import WHOLE_GGUF
 from batchgen.model_files import gguf_file
 from batchgen.prompts import load_tokenizer
+from batchgen.prompts.gguf_families import FAMILIES
+from batchgen.prompts.gguf_file import GgufTensor
 from support.gguf import random_blocks, save_tiny_llama_with_merges, write_gguf, write_vocabulary
 
 pytest.importorskip("gguf")
@@ -133,6 +137,23 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     file.write_bytes(b"GGUF" + bytes(30))
     with pytest.raises(ModelError, match=r"needs the package gguf; pip install 'batchgen-llm\[quantized\]'"):
         load_tokenizer(ModelConfig(model=file))
+
+
+@pytest.mark.parametrize("size", [32, 128, 192])
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_weight_whose_columns_are_those_of_heads_in_another_order_stays_packed(kind, size):
+    """`size`: columns of a head. Heads of 32 would share bytes of fine scales."""
+    data, family, heads = random_blocks(kind, (8, 768)), FAMILIES["qwen35"], 768 // size
+    config = SimpleNamespace(linear_num_key_heads=heads // 2, linear_num_value_heads=heads, linear_value_head_dim=size)
+    tensors = [GgufTensor("blk.0.ssm_out.weight", kind, (8, 768), 0, data.nbytes)]
+    in_file_order = from_blocks(torch.from_numpy(data), kind)
+    weight = _read_weight(data.reshape(-1), tensors, family, config, (8, 768), halves=False)
+    assert isinstance(weight, PackedTensor) == (size > 32)
+    if isinstance(weight, PackedTensor):
+        assert can_unpack(weight) == can_unpack(in_file_order)
+        assert weight.packed_bytes <= 1.3 * in_file_order.packed_bytes
+        weight = weight.unpacked()
+    assert torch.equal(weight, torch.from_numpy(arranged(family, config, tensors, [in_file_order.unpacked().numpy()])))
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -50,11 +50,11 @@ LATENT_KEYS = {
 }  # fmt: skip
 HEADS = {"attention__key_length": 16, "attention__value_length": 16}
 DELTA = {
-    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 3, "rope_parameters": BASE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }  # fmt: skip
 DELTA_KEYS = {
-    **HEADS, "ssm__conv_kernel": 3, "ssm__state_size": 8, "ssm__group_count": 2, "ssm__time_step_rank": 4, "ssm__inner_size": 64,
+    **HEADS, "ssm__conv_kernel": 3, "ssm__state_size": 8, "ssm__group_count": 2, "ssm__time_step_rank": 4, "ssm__inner_size": 256,
     "full_attention_interval": 4, "rope__dimension_count": 8, "rope__dimension_sections": [2, 1, 1, 0],
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -77,7 +77,6 @@ DENSE_FIRST_KEYS = {
 UNPACKED = (
     "router.weight",
     "gate.weight",
-    "linear_attn.out_proj.weight",
     "conv1d.weight",
     "coefs.weight",
     "linear_right.weight",

@@ -6,7 +6,9 @@ the grids of the types of 1 to 3 bits. `gguf_families.py` knows which tensors ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from batchgen.model.weights.gguf_families import (
     are_rows_of_inputs,
     arranged,
     family_tensors,
+    heads_of_columns,
     in_shape,
     is_left_out,
     is_transposed,
@@ -255,7 +258,7 @@ def _grid_of(kind: str) -> torch.Tensor:
     return (codes << 4 * torch.arange(codes.shape[1])).sum(-1).to(torch.int32)
 
 
-def from_blocks(data: torch.Tensor, kind: str, *, transposed: bool = False) -> torch.Tensor:
+def from_blocks(data: torch.Tensor, kind: str, *, transposed: bool = False) -> PackedTensor:
     """Returns the weight of blocks [..., bytes of a row] of a type in `TYPES`. `transposed`: rows are those of its columns."""
     layout = TYPES[kind]
     rows = data.flatten(0, -2)
@@ -302,6 +305,19 @@ def gguf_weights(path: Path, module: Any, *, halves: bool) -> Mapping[str, Unrea
     }
 
 
+def _with_columns_of_heads(
+    weight: PackedTensor, heads: int, arrange: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+) -> PackedTensor:
+    """Returns a weight whose columns are in another order. `arrange` puts the columns [..., heads x any] of an array in that order."""
+
+    def moved(part: torch.Tensor) -> torch.Tensor:
+        in_heads = part.repeat_interleave(heads // math.gcd(heads, part.shape[-1]), -1)  # a scale of several heads
+        return torch.from_numpy(np.ascontiguousarray(arrange(in_heads.numpy())))
+
+    group = math.gcd(weight.coding.group, weight.shape[-1] // heads)
+    return weight.with_parts(moved, coding=replace(weight.coding, group=group))
+
+
 def _read_weight(
     data: np.ndarray[Any, Any],
     tensors: list[GgufTensor],
@@ -315,13 +331,18 @@ def _read_weight(
     import gguf
 
     kind = tensors[0].kind if len({tensor.kind for tensor in tensors}) == 1 else ""
-    packed = kind in TYPES and are_rows_of_inputs(family, tensors)
+    packed = kind in TYPES and are_rows_of_inputs(family, config, tensors)
+    heads = heads_of_columns(family, config, tensors)
     half = _HALVES.get(kind) if len(tensors[0].shape) > 1 and tensors[0].name.endswith(".weight") else None
     rows = [data[t.offset : t.offset + t.nbytes].reshape(*t.shape[:-1], -1) for t in tensors]
     if half is not None:
         rows = [each.view(np.int16) for each in rows]
     elif not packed:
         rows = [gguf.dequantize(each, gguf.GGMLQuantizationType[t.kind]) for each, t in zip(rows, tensors, strict=True)]
+    elif heads:
+        return _with_columns_of_heads(
+            from_blocks(torch.from_numpy(rows[0]), kind), heads, lambda part: arranged(family, config, tensors, [part])
+        )
     weight = torch.from_numpy(np.asarray(arranged(family, config, tensors, rows)))
     transposed = is_transposed(family, tensors)
     if packed:

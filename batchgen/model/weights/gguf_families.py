@@ -169,11 +169,17 @@ def _untiled(config: Any, name: str, rows: _Array) -> _Array:
     return np.concatenate([rows[:first], _swapped(rows[first:], 1, values // keys, keys)])
 
 
-def are_rows_of_inputs(family: GgufFamily, tensors: Sequence[GgufTensor]) -> bool:
-    """Whether the rows of tensors are rows of the weight, so that it can stay packed."""
+def are_rows_of_inputs(family: GgufFamily, config: Any, tensors: Sequence[GgufTensor]) -> bool:
+    """Whether the rows of tensors are rows of the weight, so that it can stay packed. Columns may be in another order, of heads that have whole bytes."""
     name = tensors[0].name
-    moved = _KEYS in name or (family.rows == "tiled" and ".ssm_out." in name)
+    moved = _KEYS in name or (heads_of_columns(family, config, tensors) and config.linear_value_head_dim % 64)
     return len(tensors[0].shape) > 1 and not name.endswith(".bias") and not moved
+
+
+def heads_of_columns(family: GgufFamily, config: Any, tensors: Sequence[GgufTensor]) -> int:
+    """Returns of how many heads the columns of a tensor are, if `arranged` moves them, not rows; else 0."""
+    moved = family.rows == "tiled" and ".ssm_out." in tensors[0].name
+    return int(config.linear_num_value_heads) if moved else 0
 
 
 def is_transposed(family: GgufFamily, tensors: Sequence[GgufTensor]) -> bool:
