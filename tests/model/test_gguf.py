@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from batchgen.prompts import load_tokenizer
 from batchgen.prompts.gguf_families import FAMILIES
 from batchgen.prompts.gguf_file import GgufTensor
 from support.gguf import random_blocks, save_tiny_llama_with_merges, write_gguf, write_vocabulary
+from support.params import in_turn, slow_but
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of each other
@@ -139,8 +141,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         load_tokenizer(ModelConfig(model=file))
 
 
-@pytest.mark.parametrize("size", [32, 128, 192])
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("kind", "size"), slow_but(in_turn(TYPES, (128, 32, 192)), product(TYPES, (128, 32, 192))))
 def test_a_weight_whose_columns_are_those_of_heads_in_another_order_stays_packed(kind, size):
     """`size`: columns of a head. Heads of 32 would share bytes of fine scales."""
     data, family, heads = random_blocks(kind, (8, 768)), FAMILIES["qwen35"], 768 // size
