@@ -164,38 +164,12 @@ def _iq1_s(x: torch.Tensor) -> _Parts:
     return {"plane_index": x[..., 2:34], "plane_upper": packed_plane(upper.to(torch.uint8), 4)}
 
 
-_PLANES: dict[str, Callable[[torch.Tensor], _Parts]] = {
-    "Q4_0": lambda x: _nibbles(x[..., 2:], 16),
-    "Q4_1": lambda x: _nibbles(x[..., 4:], 16),
-    "Q5_0": lambda x: _nibbles(x[..., 6:], 16) | {"plane1": x[..., 2:6]},
-    "Q5_1": lambda x: _nibbles(x[..., 8:], 16) | {"plane1": x[..., 4:8]},
-    "Q8_0": lambda x: {"plane8": x[..., 2:] ^ 128},
-    "TQ1_0": _ternary,
-    "TQ2_0": lambda x: _upper(x[..., :64], 2),
-    "Q2_K": lambda x: _upper(x[..., 16:80], 2),
-    "Q3_K": lambda x: _upper(x[..., 32:96], 2) | _upper(x[..., :32], 1),
-    "Q4_K": lambda x: _nibbles(x[..., 16:], 32),
-    "Q5_K": lambda x: _nibbles(x[..., 48:], 32) | _upper(x[..., 16:48], 1),
-    "Q6_K": lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2),
-    "IQ4_NL": lambda x: _nibbles(x[..., 2:], 16),
-    "IQ4_XS": lambda x: _nibbles(x[..., 8:], 16),
-    "MXFP4": lambda x: _nibbles(x[..., 1:], 16),
-    "IQ3_XXS": lambda x: {"plane_index": x[..., 2:66], "plane1": _signs_of_32(_words(x[..., 66:], 4))},
-    "IQ3_S": lambda x: {"plane_index": x[..., 2:66], "plane_upper": x[..., 66:74], "plane1": x[..., 74:106]},
-    "IQ2_XXS": _iq2_xxs,
-    "IQ2_XS": _iq2_xs,
-    "IQ2_S": lambda x: {"plane_index": x[..., 2:34], "plane_upper": x[..., 66:74], "plane1": x[..., 34:66]},
-    "IQ1_S": _iq1_s,
-    "IQ1_M": lambda x: {"plane_index": x[..., :32], "plane_upper": x[..., 32:48]},
-}
-"""The planes of blocks (`Coding`). The package gguf would make float32 of each number."""
-
-
 class _Type(NamedTuple):
-    """A type of blocks."""
+    """A type of blocks: the coding of its numbers (`codes.Coding`), and what makes the planes and the scales of blocks [..., bytes]."""
 
     bits: int
     group: int
+    planes: Callable[[torch.Tensor], _Parts]
     scales: Callable[[torch.Tensor], _Parts]
     zero: int = 0
     levels: tuple[float, ...] | None = None
@@ -211,35 +185,45 @@ def _and_negative(*levels: float) -> tuple[float, ...]:
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4 = tuple(level or 0.0 for level in E2M1)  # without a negative zero
-_IQ3, _IQ3_S, _IQ2 = (
-    _and_negative(4, 12, 20, 28, 36, 44, 52, 62),
-    _and_negative(*range(1, 16, 2)),
-    _and_negative(8, 25, 43),
-)
+_IQ3 = _and_negative(4, 12, 20, 28, 36, 44, 52, 62)
+_IQ3_S = _and_negative(*range(1, 16, 2))
+_IQ2 = _and_negative(8, 25, 43)
 _IQ1 = (-0.875, 0.125, 1.125, -1.125, -0.125, 0.875)
 TYPES = {
-    "Q4_0": _Type(4, 32, _one, zero=8),
-    "Q4_1": _Type(4, 32, _and_minimum),
-    "Q5_0": _Type(5, 32, _one, zero=16),
-    "Q5_1": _Type(5, 32, _and_minimum),
-    "Q8_0": _Type(8, 32, _one, zero=128),
-    "Q2_K": _Type(2, 16, _q2_k, sub="u4"),
-    "Q3_K": _Type(3, 16, _q3_k, zero=4, sub="i8"),
-    "Q4_K": _Type(4, 32, _q4_k, sub="u8"),
-    "Q5_K": _Type(5, 32, _q4_k, sub="u8"),
-    "Q6_K": _Type(6, 16, _q6_k, zero=32, sub="i8"),
-    "TQ1_0": _Type(2, 256, lambda x: {"scales": _half(x, 52)}, zero=1),
-    "TQ2_0": _Type(2, 256, lambda x: {"scales": _half(x, 64)}, zero=1),
-    "IQ4_NL": _Type(4, 32, _one, levels=_IQ4),
-    "IQ4_XS": _Type(4, 32, _iq4_xs, levels=_IQ4, sub="i8"),
-    "IQ3_XXS": _Type(4, 32, lambda x: _odd(_half(x, 0).float() / 4, _words(x[..., 66:98], 4) >> 28), levels=_IQ3, sub="odd", unit=4),
-    "IQ3_S": _Type(4, 32, lambda x: _odd(_half(x, 0), x[..., 106:110]), levels=_IQ3_S, sub="odd", unit=4),
-    "IQ2_XXS": _Type(4, 32, lambda x: _odd(_half(x, 0).float() / 8, _words(x[..., 2:], 4)[..., 1::2] >> 28), levels=_IQ2, sub="odd", unit=8),
-    "IQ2_XS": _Type(4, 16, lambda x: _odd(_half(x, 0).float() / 8, x[..., 66:]), levels=_IQ2, sub="odd", unit=8),
-    "IQ2_S": _Type(4, 16, lambda x: _odd(_half(x, 0).float() / 8, x[..., 74:]), levels=_IQ2, sub="odd", unit=8),
-    "IQ1_S": _Type(4, 32, lambda x: _odd(_half(x, 0), (_words(x[..., 34:], 2) >> 12) & 7), levels=_IQ1, sub="odd", unit=8),
-    "IQ1_M": _Type(4, 16, _iq1_m, levels=_IQ1, sub="odd", unit=8),
-    "MXFP4": _Type(4, 32, lambda x: {"sub": x[..., :1]}, levels=_MXFP4, sub="e8m0"),
+    "Q4_0": _Type(4, 32, lambda x: _nibbles(x[..., 2:], 16), _one, zero=8),
+    "Q4_1": _Type(4, 32, lambda x: _nibbles(x[..., 4:], 16), _and_minimum),
+    "Q5_0": _Type(5, 32, lambda x: _nibbles(x[..., 6:], 16) | {"plane1": x[..., 2:6]}, _one, zero=16),
+    "Q5_1": _Type(5, 32, lambda x: _nibbles(x[..., 8:], 16) | {"plane1": x[..., 4:8]}, _and_minimum),
+    "Q8_0": _Type(8, 32, lambda x: {"plane8": x[..., 2:] ^ 128}, _one, zero=128),
+    "Q2_K": _Type(2, 16, lambda x: _upper(x[..., 16:80], 2), _q2_k, sub="u4"),
+    "Q3_K": _Type(3, 16, lambda x: _upper(x[..., 32:96], 2) | _upper(x[..., :32], 1), _q3_k, zero=4, sub="i8"),
+    "Q4_K": _Type(4, 32, lambda x: _nibbles(x[..., 16:], 32), _q4_k, sub="u8"),
+    "Q5_K": _Type(5, 32, lambda x: _nibbles(x[..., 48:], 32) | _upper(x[..., 16:48], 1), _q4_k, sub="u8"),
+    "Q6_K": _Type(6, 16, lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2), _q6_k, zero=32, sub="i8"),
+    "TQ1_0": _Type(2, 256, _ternary, lambda x: {"scales": _half(x, 52)}, zero=1),
+    "TQ2_0": _Type(2, 256, lambda x: _upper(x[..., :64], 2), lambda x: {"scales": _half(x, 64)}, zero=1),
+    "IQ4_NL": _Type(4, 32, lambda x: _nibbles(x[..., 2:], 16), _one, levels=_IQ4),
+    "IQ4_XS": _Type(4, 32, lambda x: _nibbles(x[..., 8:], 16), _iq4_xs, levels=_IQ4, sub="i8"),
+    "IQ3_XXS": _Type(
+        4, 32, lambda x: {"plane_index": x[..., 2:66], "plane1": _signs_of_32(_words(x[..., 66:], 4))},
+        lambda x: _odd(_half(x, 0).float() / 4, _words(x[..., 66:98], 4) >> 28), levels=_IQ3, sub="odd", unit=4,
+    ),
+    "IQ3_S": _Type(
+        4, 32, lambda x: {"plane_index": x[..., 2:66], "plane_upper": x[..., 66:74], "plane1": x[..., 74:106]},
+        lambda x: _odd(_half(x, 0), x[..., 106:110]), levels=_IQ3_S, sub="odd", unit=4,
+    ),
+    "IQ2_XXS": _Type(
+        4, 32, _iq2_xxs,
+        lambda x: _odd(_half(x, 0).float() / 8, _words(x[..., 2:], 4)[..., 1::2] >> 28), levels=_IQ2, sub="odd", unit=8,
+    ),
+    "IQ2_XS": _Type(4, 16, _iq2_xs, lambda x: _odd(_half(x, 0).float() / 8, x[..., 66:]), levels=_IQ2, sub="odd", unit=8),
+    "IQ2_S": _Type(
+        4, 16, lambda x: {"plane_index": x[..., 2:34], "plane_upper": x[..., 66:74], "plane1": x[..., 34:66]},
+        lambda x: _odd(_half(x, 0).float() / 8, x[..., 74:]), levels=_IQ2, sub="odd", unit=8,
+    ),
+    "IQ1_S": _Type(4, 32, _iq1_s, lambda x: _odd(_half(x, 0), (_words(x[..., 34:], 2) >> 12) & 7), levels=_IQ1, sub="odd", unit=8),
+    "IQ1_M": _Type(4, 16, lambda x: {"plane_index": x[..., :32], "plane_upper": x[..., 32:48]}, _iq1_m, levels=_IQ1, sub="odd", unit=8),
+    "MXFP4": _Type(4, 32, lambda x: _nibbles(x[..., 1:], 16), lambda x: {"sub": x[..., :1]}, levels=_MXFP4, sub="e8m0"),
 }  # fmt: skip
 
 
@@ -275,7 +259,8 @@ def _parts_of(rows: torch.Tensor, kind: str) -> _Parts:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     blocks = rows.reshape(len(rows), -1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1])
-    return {name: part.flatten(-2) for name, part in (TYPES[kind].scales(blocks) | _PLANES[kind](blocks)).items()}
+    parts = TYPES[kind].planes(blocks) | TYPES[kind].scales(blocks)
+    return {name: part.flatten(-2) for name, part in parts.items()}
 
 
 _NOT_WEIGHTS = ("rope_freqs.", "rope_factors_", "v.", "a.", "mm.", "output.weight")
