@@ -125,6 +125,28 @@ def test_a_signal_at_any_moment_of_the_start_is_one_line(
     assert all(line.startswith("batchgen: ") for line in notes), notes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_whose_template_does_not_end(
+    signum, command_environment, slow_job, tiny_model_dir, tmp_path
+):
+    template = tmp_path / "endless.jinja"
+    template.write_text("{{ range(10 ** 12) | sum }}")  # one step of C code
+    words = ["run", str(slow_job), "-m", str(tiny_model_dir), "--template", str(template)]
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN, *words],
+        env=command_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert any("planning" in line for line in process.stderr)
+            process.send_signal(signum)
+            _, err = process.communicate(timeout=60)  # all of its rows would take more than an hour
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signum
+    assert err.splitlines()[-1].startswith(f"batchgen: error: interrupted by {signum.name}")
+
+
 # -- several processes
 
 
