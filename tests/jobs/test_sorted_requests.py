@@ -94,6 +94,7 @@ def test_a_request_comes_back_from_disk_unchanged(tmp_path):
     back = {r.row: r for w in SortedRequests.of(tmp_path, made.digests).windows() for r in w}
     assert [plain(back[i]) for i in range(5)] == [plain(r) for r in requests]
     assert back[4].tokens.dtype == np.int32
+    assert back[1].texts is back[2].texts, "the tokens of labels are in memory once"
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)

@@ -102,6 +102,14 @@ def test_labels_with_equal_or_no_tokens_are_a_usage_error_or_fail_their_row(tool
     assert tools.error_of(blank) == ("unsupported_parameter", "the choice ' ' has no tokens")
 
 
+def test_rows_of_the_same_labels_hold_their_tokens_once(tools):
+    """So the memory of waiting rows does not grow with the number of labels."""
+    builder = tools.builder(sampling=SamplingParams(choices=("a", "b", "c")))
+    rows = [{"prompt": f"{i}", "sampling_params": {"seed": i} if i % 2 else {"choices": ["x", "y"]}} for i in range(6)]
+    requests = [request for part in (rows[:3], rows[3:]) for request in builder.build(tools.rows(*part))]
+    assert len({id(request.texts) for request in requests}) == 2
+
+
 def test_labels_of_which_one_begins_another_need_an_end_token(tools):
     tokenizer = replace(tools.loaded(tools.byte_tokenizer()), eos_token_ids=())
     sampling = SamplingParams(choices=("no", "none", "yes"))
