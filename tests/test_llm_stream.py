@@ -1,11 +1,13 @@
 """`LLM.generate` over an iterator of prompts: results as they come, with a bounded look-ahead."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import get_overloads, get_type_hints
 
 import pytest
 
-from batchgen import LLM, EngineConfig, SamplingParams
+from batchgen import LLM, EngineConfig, Result, SamplingParams
+from batchgen.llm import Prompt
 from support.fakes import threads_as_processes
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -37,6 +39,14 @@ def test_results_are_those_of_a_list_and_no_more_prompts_are_taken_than_the_look
         found.append(result)
     assert found == wanted
     assert llm.unfinished == 0
+
+
+def test_type_checkers_know_what_a_list_and_an_iterator_give():
+    ways = [get_type_hints(way) for way in get_overloads(LLM.generate)]
+    assert [(hints["prompts"], hints["return"]) for hints in ways] == [
+        (Iterator[Prompt], Generator[Result, None, None]),
+        (Prompt | Sequence[Prompt], list[Result]),
+    ]
 
 
 def test_results_of_several_devices_are_those_of_one(llm, tiny_model_dir):

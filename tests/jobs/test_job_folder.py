@@ -143,6 +143,7 @@ FILES = ("config.json", "a.safetensors", "b.safetensors")
     [
         ({"t": 0.0, "stop": []}, {"t": 0.7, "stop": ["\n"]}, 't was 0, is 0.7; stop was [], is ["\\n"]'),
         ({}, {"template": "x" * 100}, f'template was not set, is "{"x" * 59}…"'),
+        ({"t": "x" * 90 + "a"}, {"t": "x" * 90 + "b"}, f't was "…{"x" * 24}a", is "…{"x" * 24}b"'),
         ({"a": None, "b": False}, {"c": []}, ""),
         ({f"model file {f}": 1 for f in FILES} | {"a": 0}, {f"model file {f}": 2 for f in FILES} | {"a": 1, "b": 2},
             "3 files of the model differ (config.json, a.safetensors, …); a was 0, is 1; b was not set, is 2"),
