@@ -70,6 +70,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "batchgen.plan/1"
 TREE_NODES = 20
+FEW_TOKENS = 16
+"""A node of fewer tokens is listed only if it saves a hundredth of the prompt tokens."""
 GROUPS = 10
 EXCERPT_TOKENS = 64
 
@@ -497,7 +499,12 @@ class _PlanBuilder:
     def _lines(self, tree: PrefixOutline) -> Iterator[dict[str, Any]]:
         """Yields the nodes that save the most, in depth-first order, as lines of an indented tree with the start of each node's own text."""
         levels = {-1: -1}
-        for i in sorted(heapq.nlargest(TREE_NODES, range(len(tree.nodes)), key=lambda i: tree.nodes[i].saved_tokens)):
+        found = [
+            i
+            for i, node in enumerate(tree.nodes)
+            if node.tokens >= FEW_TOKENS or 100 * node.saved_tokens >= tree.prompt_tokens
+        ]
+        for i in sorted(heapq.nlargest(TREE_NODES, found, key=lambda i: tree.nodes[i].saved_tokens)):
             node = tree.nodes[i]
             above = node.parent
             while above not in levels:

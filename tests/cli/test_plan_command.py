@@ -50,6 +50,14 @@ def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir, monkeypatch):
     ]
 
 
+def test_prefixes_of_few_tokens_that_save_next_to_nothing_are_not_listed(cli, write_jsonl, tiny_model_dir):
+    """Rows that begin with numbers share a digit."""
+    rows = [{"prompt": f"{i:02} {'the text of the row ' * 6}"} for i in range(60)]
+    outcome = cli("plan", write_jsonl(rows), "-m", tiny_model_dir)
+    assert "prefix nodes       7\n" in outcome.out
+    assert "the prefixes that save the most" not in outcome.out
+
+
 @pytest.mark.parametrize(("low", "at_least"), [(0.04, ""), (0.06, " (at least 0.1 s)")])
 def test_a_shortest_time_of_nothing_is_left_out(low, at_least):
     estimate = Estimate(seconds=90.0, low=low, high=100.0, rows=3, lengths="max_tokens")
