@@ -108,6 +108,11 @@ def dequantized(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
                 if key.endswith(".SCB"):
                     layer = made.get_submodule(key.removesuffix(".SCB"))
                     layer.weight.data = (layer.weight / (scales / 127)[:, None]).round() * scales[:, None] / 127
+        if name.endswith("fp4"):  # code 8 is -0.0, of which the library's kernels for AVX-512 and NEON make 0.0
+            for key, codes in load_file(folder / "model.safetensors").items():
+                if key.endswith("_proj.weight"):
+                    weight = made.get_parameter(key)
+                    weight.data[torch.stack([codes >> 4, codes & 15], -1).view(weight.shape) == 8] = -0.0
         return made.to(dtype).eval()
     return AutoModelForCausalLM.from_pretrained(folder / "exact", dtype=dtype).eval()
 

@@ -347,7 +347,7 @@ def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     rows, size = made["shape"]
     group = made["blocksize"]
     levels = tuple(parts["weight.quant_map"].float().tolist())
-    if made["quant_type"] == "fp4":  # the table has 0.0 where the library's kernels make -0.0
+    if made["quant_type"] == "fp4":  # the table has 0.0 where the library's kernels for CUDA and AVX2 make -0.0
         levels = (*levels[:8], *(-level for level in levels[:8]))
     weight = weight.view(torch.uint8)  # stored as another type, if its settings say so
     plane = (weight << 4) | (weight >> 4)  # the first number of two is the upper one there
