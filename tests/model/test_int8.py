@@ -23,7 +23,6 @@ from support.int8 import rounded_inputs
 from support.models import (
     build,
     engine_for,
-    generate_all,
     kernels,
     load_folder,
     make_requests,
@@ -40,8 +39,14 @@ MODELS = ["llama", "gemma2", "qwen3_moe", "qwen3_5_text", "granitemoehybrid/recu
 """Models with gated MLPs, norms with an offset, experts, recurrent layers, and linear layers of their own."""
 
 
+ERROR = 3e-7
+"""How far float32 sums in another order are apart, relative to an input of a layer."""
+
+
 class Rounded(torch.nn.Module):
-    """An int8 linear layer in plain torch."""
+    """An int8 linear layer in plain torch, with inputs that are wrong by about `error`, relative to each."""
+
+    error = 0.0
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -50,6 +55,7 @@ class Rounded(torch.nn.Module):
         self.weight = layer.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * (1 + self.error * torch.randn_like(x))
         y = torch.nn.functional.linear(rounded_inputs(x), self.values).float()
         return y if self.bias is None else y + self.bias
 
@@ -101,17 +107,41 @@ def tokens(model: Any, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", slow_but({"llama", "gpt2"}, MODELS))
-def test_tokens_equal_those_of_the_model_rounded_in_plain_torch(name, tmp_path):
+def test_tokens_are_the_likeliest_of_the_model_rounded_in_plain_torch(name, tmp_path, monkeypatch):
     written = build(name)
     written.save_pretrained(tmp_path)
-    reference = rounded(written)
-    expected = generate_all(reference, PROMPTS, LENGTHS)
     model = load(tmp_path)
     assert any(isinstance(m, Int8Linear) for m in model.module.modules())
-    assert tokens(model) == expected
-    assert tokens(model, batch_size=2, max_batch_tokens=24) == expected
+    found = tokens(model)
+    assert tokens(model, batch_size=2, max_batch_tokens=24) == found
+    check_likeliest(rounded(written), found, monkeypatch)
     if name == "llama":
         check_batches(model)
+
+
+@torch.inference_mode()
+def check_likeliest(reference, found, monkeypatch):
+    """No token has a lower logit than the likeliest, but for what errors of float32 make of two logits.
+
+    Where inputs become whole numbers up to 127, an error of one part in three million moves some of them to the next, and logits of
+    qwen3_5_text by up to 3 % of the largest; four of its 158 tokens are nearer than 0.2 % to the second likeliest.
+    """
+    rows = [
+        (torch.tensor([prompt + tokens[:-1]]), torch.tensor(tokens))
+        for prompt, tokens in zip(PROMPTS, found, strict=True)
+    ]
+
+    def logits():
+        return [reference(ids).logits[0, -len(tokens) :] for ids, tokens in rows]
+
+    exact = logits()
+    monkeypatch.setattr(Rounded, "error", ERROR)
+    moved = max(float((a - b).abs().max()) for a, b in zip(logits(), exact, strict=True))
+    short = max(
+        float((e.amax(-1) - e.gather(-1, tokens[:, None])[:, 0]).max())
+        for e, (_, tokens) in zip(exact, rows, strict=True)
+    )
+    assert short <= 2 * moved
 
 
 def check_batches(model):
