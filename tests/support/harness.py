@@ -234,19 +234,21 @@ def read_output(path: Path) -> Any:
     return content
 
 
-def stored_keys(folder: Path) -> list[bytes]:
-    """The keys of the results in a job's folder, in the order in which they were stored. Reads a copy, so that the folder is not changed."""
+def stored_keys(folder: Path, query: str = "SELECT key FROM results ORDER BY rowid") -> list[bytes]:
+    """The keys of the results in a job's folder, in the order in which they were stored, or those that `query` finds. Reads a copy, so that
+    the folder is not changed.
+    """
     with tempfile.TemporaryDirectory() as copy:
         try:
             for path in folder.glob("results.sqlite*"):
                 shutil.copyfile(path, Path(copy) / path.name)
         except FileNotFoundError:  # a journal that existed for a moment
-            return stored_keys(folder)
+            return stored_keys(folder, query)
         if not (Path(copy) / "results.sqlite").exists():
             return []
         with closing(sqlite3.connect(Path(copy) / "results.sqlite")) as db:
             try:
-                return [key for (key,) in db.execute("SELECT key FROM results ORDER BY rowid")]
+                return [key for (key,) in db.execute(query)]
             except sqlite3.OperationalError:  # killed before there was a table
                 return []
 
