@@ -48,16 +48,26 @@ from support.shapes import DEEP_LENGTHS as LENGTHS
 from support.shapes import DEEP_PROMPTS as PROMPTS
 
 
+def before_near_ties(expected):
+    """Returns the tokens before the first whose logit is so near to another one that float32 in another order may choose that."""
+    first, second = expected.logits.topk(2).values.T
+    near = (first - second < 1e-5 * expected.logits.abs().amax(-1)).tolist()
+    return expected.tokens[: near.index(True)] if True in near else expected.tokens
+
+
 @pytest.mark.parametrize("name", slow_but({"lfm2"}, RECURRENT_SHAPES))
 def test_preempted_sequences_continue_from_the_nearest_state(name):
     rng, count = random.Random(4), 12 if FULL else 6
     root = random_tokens(rng, 50)
     prompts = [root + random_tokens(rng, rng.randint(1, 20)) for _ in range(count)]
     length = 70 if FULL else 45
-    expected = generate_all(reference_model(name), prompts, [length] * count)
+    reference = reference_model(name)
+    expected = [before_near_ties(expect(reference, prompt, length)) for prompt in prompts]
+    assert sum(len(tokens) < length for tokens in expected) <= 1
     model = packed_model(name)
     engine = engine_for(model, batch_size=12, blocks=16 if FULL else 8)
-    assert tokens_of(engine, prompts, [length] * count) == expected
+    found = tokens_of(engine, prompts, [length] * count)
+    assert [tokens[: len(want)] for tokens, want in zip(found, expected, strict=True)] == expected
     # Without attention, the memory of a sequence does not grow, and nothing is preempted.
     grows = name not in WITHOUT_ATTENTION
     assert (engine.stats.preemptions > 0) == grows
