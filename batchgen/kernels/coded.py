@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from batchgen.kernels.build import integers, pointers
-from batchgen.kernels.codes import OF_4_BITS, OF_ALL_ROWS, Coding, PackedTensor, Parts, are_alike, levels_of, upper_bits
+from batchgen.kernels.codes import (
+    OF_4_BITS,
+    OF_ALL_ROWS,
+    Coding,
+    PackedTensor,
+    Parts,
+    are_alike,
+    fine_codes,
+    levels_of,
+    upper_bits,
+)
 
 _LEVELS = {"table": 1, "e4m3": 2, "table of bfloat16": 3, "divided": 4}
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -100,9 +110,7 @@ def _are_in_range(parts: Parts, name: str, kind: str, divides: bool = False) -> 
         smallest, largest = 1 / largest, 1 / smallest
     sub = parts.get("sub" if name == "scales" else f"sub_{name}")
     if sub is not None:
-        found = sub.flatten().bincount(minlength=256) > 0
-        if kind in OF_4_BITS:
-            found = torch.cat([found.view(16, 16).any(0) | found.view(16, 16).any(1), found.new_zeros(240)])
+        found = fine_codes(sub, kind).flatten().bincount(minlength=256) > 0
         fine_smallest, fine_largest = _sizes(levels_of(kind)[found])
         smallest, largest = smallest * fine_smallest, largest * fine_largest
     return smallest > _RANGE[0] and largest < _RANGE[1]
@@ -126,7 +134,6 @@ class Codes:
         coding, parts = first.coding, first.parts
         self.coding = coding
         self._dtype = first.dtype
-        self._upper_bits = upper_bits(parts)
         self.parts: dict[str, torch.Tensor] = {}
         """[panels, words or groups, columns of a panel]"""
         for name, part in parts.items():
@@ -142,9 +149,9 @@ class Codes:
             levels[: len(coding.levels)] = torch.tensor(coding.levels, dtype=torch.float32)
             in_bytes = levels.view(torch.uint8).view(16, 4).T.contiguous()
             self._table = torch.cat([levels, in_bytes.view(torch.float32).flatten()])
-        self.argument = self._argument(first.shape[-1])
+        self.argument = self._argument(first.shape[-1], upper_bits(first.parts))
 
-    def _argument(self, inputs: int) -> CodesArguments:
+    def _argument(self, inputs: int, upper_bits: int) -> CodesArguments:
         coding, parts = self.coding, self.parts
         counts = [
             parts[name].shape[1] for name in ("scales", "sub", "zeros", "offsets", "sub_offsets") if name in parts
@@ -158,7 +165,7 @@ class Codes:
         argument = CodesArguments(
             table=None if self._table is None else self._table.data_ptr(), zeros=self._address("zeros"),
             group_of=self._address("groups"), index=self._address("plane_index"), upper=self._address("plane_upper"),
-            grid=self._address("grid"), unit=coding.unit, upper_bits=self._upper_bits, scales=self._groups("scales", "sub", coding.sub, groups, coding.divides),
+            grid=self._address("grid"), unit=coding.unit, upper_bits=upper_bits, scales=self._groups("scales", "sub", coding.sub, groups, coding.divides),
             offsets=self._groups("offsets", "sub_offsets", coding.sub_offsets, groups), inputs=inputs, groups=groups, group=coding.group or inputs,
             levels=levels, zero=coding.zero, exact=_zeros_are_exact(coding, parts),
             rounds=coding.rounds is not None or self._dtype == torch.bfloat16, divisor=coding.divisor,

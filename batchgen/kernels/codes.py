@@ -120,14 +120,14 @@ def unpacked_codes(coding: Coding, parts: Parts) -> torch.Tensor:
         return _codes_of_grid(coding, parts)
     codes, shift = None, 0
     for size in PLANES[coding.bits]:
-        plane = _in_fields(parts[f"plane{size}"], size)
+        plane = in_fields(parts[f"plane{size}"], size)
         codes = plane if codes is None else codes | (plane << shift)
         shift += size
     assert codes is not None
     return codes
 
 
-def _in_fields(numbers: torch.Tensor, size: int, count: int = 8) -> torch.Tensor:
+def in_fields(numbers: torch.Tensor, size: int, count: int = 8) -> torch.Tensor:
     """Returns the fields of `size` bits of numbers of `count` bits, lowest first."""
     if size == count:
         return numbers
@@ -144,9 +144,14 @@ def upper_bits(parts: Parts) -> int:
 def _codes_of_grid(coding: Coding, parts: Parts) -> torch.Tensor:
     index = parts["plane_index"].long()
     if "plane_upper" in parts:
-        index |= _in_fields(parts["plane_upper"], upper_bits(parts)).long() << 8
-    codes = _in_fields(parts["grid"][index], 4, 4 * coding.unit).to(torch.uint8)
-    return codes | (_in_fields(parts["plane1"], 1) << 3) if "plane1" in parts else codes
+        index |= in_fields(parts["plane_upper"], upper_bits(parts)).long() << 8
+    codes = in_fields(parts["grid"][index], 4, 4 * coding.unit).to(torch.uint8)
+    return codes | (in_fields(parts["plane1"], 1) << 3) if "plane1" in parts else codes
+
+
+def fine_codes(sub: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns a code for each group of what the part `sub` or `sub_offsets` of this kind holds."""
+    return in_fields(sub, 4) if kind in OF_4_BITS else sub
 
 
 def _by_group(parts: Parts, name: str, kind: str, divides: bool = False) -> torch.Tensor:
@@ -154,12 +159,11 @@ def _by_group(parts: Parts, name: str, kind: str, divides: bool = False) -> torc
     sub = parts.get("sub" if name == "scales" else f"sub_{name}")
     if sub is None:
         return parts[name].float()
-    sub = _in_fields(sub, 4) if kind in OF_4_BITS else sub
-    fine = _levels_on(kind, sub.device)[sub.long()]
+    fine = _levels_on(kind, sub.device)[fine_codes(sub, kind).long()]
     if name not in parts:
         return fine
     coarse = parts[name].float()
-    coarse = coarse.repeat_interleave(-(-sub.shape[-1] // coarse.shape[-1]), -1)[..., : sub.shape[-1]]
+    coarse = coarse.repeat_interleave(-(-fine.shape[-1] // coarse.shape[-1]), -1)[..., : fine.shape[-1]]
     return fine / coarse if divides else coarse * fine
 
 
@@ -321,10 +325,8 @@ def _copied(x: PackedTensor, *_: Any, dtype: torch.dtype | None = None, device: 
         return None  # type: ignore[return-value]
     if dtype is not None and x.dtype != torch.float32 and dtype != x.dtype and coding.rounds is None:
         coding = replace(coding, rounds=x.dtype)
-    of_all_rows = {name: x.parts[name].to(device=device) for name in OF_ALL_ROWS if name in x.parts}
-    made = x.with_parts(lambda part: part.to(device=device), coding=coding, dtype=dtype or x.dtype)
-    made.parts = {**made.parts, **of_all_rows}
-    return made
+    parts = {name: part.to(device=device) for name, part in x.parts.items()}
+    return PackedTensor(coding, parts, dtype or x.dtype, transposed=x.transposed, is_view=x.is_view)
 
 
 def _leading(x: Any, dim: int) -> int | None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from batchgen.errors import ModelError
-from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, packed_plane
+from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, in_fields, packed_plane
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.gguf_families import (
     are_rows_of_inputs,
@@ -28,7 +28,7 @@ from batchgen.model.weights.gguf_families import (
     is_left_out,
     is_transposed,
 )
-from batchgen.model.weights.packed import UnreadWeight, nibbles, stays_in_16_bits
+from batchgen.model.weights.packed import UnreadWeight, stays_in_16_bits
 from batchgen.prompts.gguf import gguf_header
 from batchgen.prompts.gguf_families import GgufFamily
 from batchgen.prompts.gguf_file import GgufTensor
@@ -88,20 +88,13 @@ def _q6_k(x: torch.Tensor) -> _Parts:
 
 
 def _iq4_xs(x: torch.Tensor) -> _Parts:
-    low = nibbles(x[..., 4:8])
+    low = in_fields(x[..., 4:8], 4)
     high = _fields(_words(x[..., 2:4], 2), list(range(0, 16, 2)), 3)
     return {"scales": _half(x, 0), "sub": (low | (high << 4)).to(torch.uint8) - 32}
 
 
-def _odd(scales: torch.Tensor, fine: torch.Tensor) -> _Parts:
-    """`fine`: s of 4 bits, two in a byte, or one in a word; the scale of a group is (2 s + 1) of a block's."""
-    return {"scales": scales, "sub": fine if fine.dtype == torch.uint8 else packed_plane(fine.to(torch.uint8), 4)}
-
-
-def _iq1_m(x: torch.Tensor) -> _Parts:
-    words = _words(x[..., 48:56], 2)
-    d = ((words >> 12) << (4 * torch.arange(4))).sum(-1, keepdim=True).to(torch.int32).to(torch.int16).view(torch.float16)  # fmt: skip
-    return _odd(d, _fields(words, [0, 3, 6, 9], 7))
+def _plane(words: torch.Tensor, size: int) -> torch.Tensor:
+    return packed_plane(words.to(torch.uint8), size)
 
 
 def _nibbles(x: torch.Tensor, half: int) -> _Parts:
@@ -124,7 +117,7 @@ def _ternary(x: torch.Tensor) -> _Parts:
     powers = torch.tensor([1, 3, 9, 27, 81])[:, None]
     parts = ((x[..., :32], 5), (x[..., 32:48], 5), (x[..., 48:52], 4))
     codes = [((((bytes_[..., None, :] * powers[:count]) & 255) * 3) >> 8).flatten(-2) for bytes_, count in parts]
-    return {"plane2": packed_plane(torch.cat(codes, -1).to(torch.uint8), 2)}
+    return {"plane2": _plane(torch.cat(codes, -1), 2)}
 
 
 def _signs(seven: torch.Tensor) -> torch.Tensor:
@@ -139,38 +132,48 @@ def _signs_of_32(words: torch.Tensor) -> torch.Tensor:
     return _signs(_fields(words, [0, 7, 14, 21], 127))
 
 
+def _iq3_xxs(x: torch.Tensor) -> _Parts:
+    """A byte for four numbers, then for 32 a word of signs and a scale."""
+    words = _words(x[..., 66:], 4)
+    found = {"plane_index": x[..., 2:66], "plane1": _signs_of_32(words)}
+    return found | {"scales": _half(x, 0).float() / 4, "sub": _plane(words >> 28, 4)}
+
+
 def _iq2_xxs(x: torch.Tensor) -> _Parts:
     """For 32 numbers, four bytes that choose from the grid, then a word of signs and a scale."""
     parts = x[..., 2:].reshape(*x.shape[:-1], -1, 2, 4)
-    return {
-        "plane_index": parts[..., 0, :].flatten(-2),
-        "plane1": _signs_of_32(_words(parts[..., 1, :], 4).squeeze(-1)),
-    }
+    words = _words(parts[..., 1, :], 4).squeeze(-1)
+    found = {"plane_index": parts[..., 0, :].flatten(-2), "plane1": _signs_of_32(words)}
+    return found | {"scales": _half(x, 0).float() / 8, "sub": _plane(words >> 28, 4)}
 
 
 def _iq2_xs(x: torch.Tensor) -> _Parts:
     """For eight numbers, 9 bits that choose from the grid, and 7 of signs."""
     words = _words(x[..., 2:66], 2)
-    return {
-        "plane_index": (words & 255).to(torch.uint8),
-        "plane_upper": packed_plane(((words >> 8) & 1).to(torch.uint8), 1),
-        "plane1": _signs(words >> 9),
-    }
+    found = {"plane_index": (words & 255).to(torch.uint8), "plane_upper": _plane((words >> 8) & 1, 1)}
+    return found | {"plane1": _signs(words >> 9), "scales": _half(x, 0).float() / 8, "sub": x[..., 66:]}
 
 
 def _iq1_s(x: torch.Tensor) -> _Parts:
     words = _words(x[..., 34:], 2)
     upper = _fields(words, [0, 3, 6, 9], 7) | ((words >> 15) << 3).repeat_interleave(4, -1)
-    return {"plane_index": x[..., 2:34], "plane_upper": packed_plane(upper.to(torch.uint8), 4)}
+    found = {"plane_index": x[..., 2:34], "plane_upper": _plane(upper, 4)}
+    return found | {"scales": _half(x, 0), "sub": _plane((words >> 12) & 7, 4)}
+
+
+def _iq1_m(x: torch.Tensor) -> _Parts:
+    words = _words(x[..., 48:56], 2)
+    d = ((words >> 12) << (4 * torch.arange(4))).sum(-1, keepdim=True).to(torch.int32).to(torch.int16).view(torch.float16)  # fmt: skip
+    found = {"plane_index": x[..., :32], "plane_upper": x[..., 32:48]}
+    return found | {"scales": d, "sub": _plane(_fields(words, [0, 3, 6, 9], 7), 4)}
 
 
 class _Type(NamedTuple):
-    """A type of blocks: the coding of its numbers (`codes.Coding`), and what makes the planes and the scales of blocks [..., bytes]."""
+    """A type of blocks: the coding of its numbers (`codes.Coding`), and what makes the parts of blocks [..., bytes]."""
 
     bits: int
     group: int
-    planes: Callable[[torch.Tensor], _Parts]
-    scales: Callable[[torch.Tensor], _Parts]
+    parts: Callable[[torch.Tensor], _Parts]
     zero: int = 0
     levels: tuple[float, ...] | None = None
     sub: str = ""
@@ -190,40 +193,36 @@ _IQ3_S = _and_negative(*range(1, 16, 2))
 _IQ2 = _and_negative(8, 25, 43)
 _IQ1 = (-0.875, 0.125, 1.125, -1.125, -0.125, 0.875)
 TYPES = {
-    "Q4_0": _Type(4, 32, lambda x: _nibbles(x[..., 2:], 16), _one, zero=8),
-    "Q4_1": _Type(4, 32, lambda x: _nibbles(x[..., 4:], 16), _and_minimum),
-    "Q5_0": _Type(5, 32, lambda x: _nibbles(x[..., 6:], 16) | {"plane1": x[..., 2:6]}, _one, zero=16),
-    "Q5_1": _Type(5, 32, lambda x: _nibbles(x[..., 8:], 16) | {"plane1": x[..., 4:8]}, _and_minimum),
-    "Q8_0": _Type(8, 32, lambda x: {"plane8": x[..., 2:] ^ 128}, _one, zero=128),
-    "Q2_K": _Type(2, 16, lambda x: _upper(x[..., 16:80], 2), _q2_k, sub="u4"),
-    "Q3_K": _Type(3, 16, lambda x: _upper(x[..., 32:96], 2) | _upper(x[..., :32], 1), _q3_k, zero=4, sub="i8"),
-    "Q4_K": _Type(4, 32, lambda x: _nibbles(x[..., 16:], 32), _q4_k, sub="u8"),
-    "Q5_K": _Type(5, 32, lambda x: _nibbles(x[..., 48:], 32) | _upper(x[..., 16:48], 1), _q4_k, sub="u8"),
-    "Q6_K": _Type(6, 16, lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2), _q6_k, zero=32, sub="i8"),
-    "TQ1_0": _Type(2, 256, _ternary, lambda x: {"scales": _half(x, 52)}, zero=1),
-    "TQ2_0": _Type(2, 256, lambda x: _upper(x[..., :64], 2), lambda x: {"scales": _half(x, 64)}, zero=1),
-    "IQ4_NL": _Type(4, 32, lambda x: _nibbles(x[..., 2:], 16), _one, levels=_IQ4),
-    "IQ4_XS": _Type(4, 32, lambda x: _nibbles(x[..., 8:], 16), _iq4_xs, levels=_IQ4, sub="i8"),
-    "IQ3_XXS": _Type(
-        4, 32, lambda x: {"plane_index": x[..., 2:66], "plane1": _signs_of_32(_words(x[..., 66:], 4))},
-        lambda x: _odd(_half(x, 0).float() / 4, _words(x[..., 66:98], 4) >> 28), levels=_IQ3, sub="odd", unit=4,
-    ),
+    "Q4_0": _Type(4, 32, lambda x: _nibbles(x[..., 2:], 16) | _one(x), zero=8),
+    "Q4_1": _Type(4, 32, lambda x: _nibbles(x[..., 4:], 16) | _and_minimum(x)),
+    "Q5_0": _Type(5, 32, lambda x: _nibbles(x[..., 6:], 16) | {"plane1": x[..., 2:6]} | _one(x), zero=16),
+    "Q5_1": _Type(5, 32, lambda x: _nibbles(x[..., 8:], 16) | {"plane1": x[..., 4:8]} | _and_minimum(x)),
+    "Q8_0": _Type(8, 32, lambda x: {"plane8": x[..., 2:] ^ 128} | _one(x), zero=128),
+    "Q2_K": _Type(2, 16, lambda x: _upper(x[..., 16:80], 2) | _q2_k(x), sub="u4"),
+    "Q3_K": _Type(3, 16, lambda x: _upper(x[..., 32:96], 2) | _upper(x[..., :32], 1) | _q3_k(x), zero=4, sub="i8"),
+    "Q4_K": _Type(4, 32, lambda x: _nibbles(x[..., 16:], 32) | _q4_k(x), sub="u8"),
+    "Q5_K": _Type(5, 32, lambda x: _nibbles(x[..., 48:], 32) | _upper(x[..., 16:48], 1) | _q4_k(x), sub="u8"),
+    "Q6_K": _Type(6, 16, lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2) | _q6_k(x), zero=32, sub="i8"),
+    "TQ1_0": _Type(2, 256, lambda x: _ternary(x) | {"scales": _half(x, 52)}, zero=1),
+    "TQ2_0": _Type(2, 256, lambda x: _upper(x[..., :64], 2) | {"scales": _half(x, 64)}, zero=1),
+    "IQ4_NL": _Type(4, 32, lambda x: _nibbles(x[..., 2:], 16) | _one(x), levels=_IQ4),
+    "IQ4_XS": _Type(4, 32, lambda x: _nibbles(x[..., 8:], 16) | _iq4_xs(x), levels=_IQ4, sub="i8"),
+    "IQ3_XXS": _Type(4, 32, _iq3_xxs, levels=_IQ3, sub="odd", unit=4),
     "IQ3_S": _Type(
-        4, 32, lambda x: {"plane_index": x[..., 2:66], "plane_upper": x[..., 66:74], "plane1": x[..., 74:106]},
-        lambda x: _odd(_half(x, 0), x[..., 106:110]), levels=_IQ3_S, sub="odd", unit=4,
+        4, 32, lambda x: {"plane_index": x[..., 2:66], "plane_upper": x[..., 66:74], "plane1": x[..., 74:106], "sub": x[..., 106:]} | _one(x),
+        levels=_IQ3_S, sub="odd", unit=4,
     ),
-    "IQ2_XXS": _Type(
-        4, 32, _iq2_xxs,
-        lambda x: _odd(_half(x, 0).float() / 8, _words(x[..., 2:], 4)[..., 1::2] >> 28), levels=_IQ2, sub="odd", unit=8,
-    ),
-    "IQ2_XS": _Type(4, 16, _iq2_xs, lambda x: _odd(_half(x, 0).float() / 8, x[..., 66:]), levels=_IQ2, sub="odd", unit=8),
+    "IQ2_XXS": _Type(4, 32, _iq2_xxs, levels=_IQ2, sub="odd", unit=8),
+    "IQ2_XS": _Type(4, 16, _iq2_xs, levels=_IQ2, sub="odd", unit=8),
     "IQ2_S": _Type(
-        4, 16, lambda x: {"plane_index": x[..., 2:34], "plane_upper": x[..., 66:74], "plane1": x[..., 34:66]},
-        lambda x: _odd(_half(x, 0).float() / 8, x[..., 74:]), levels=_IQ2, sub="odd", unit=8,
+        4, 16, lambda x: {
+            "plane_index": x[..., 2:34], "plane_upper": x[..., 66:74], "plane1": x[..., 34:66], "scales": _half(x, 0).float() / 8, "sub": x[..., 74:],
+        },
+        levels=_IQ2, sub="odd", unit=8,
     ),
-    "IQ1_S": _Type(4, 32, _iq1_s, lambda x: _odd(_half(x, 0), (_words(x[..., 34:], 2) >> 12) & 7), levels=_IQ1, sub="odd", unit=8),
-    "IQ1_M": _Type(4, 16, lambda x: {"plane_index": x[..., :32], "plane_upper": x[..., 32:48]}, _iq1_m, levels=_IQ1, sub="odd", unit=8),
-    "MXFP4": _Type(4, 32, lambda x: _nibbles(x[..., 1:], 16), lambda x: {"sub": x[..., :1]}, levels=_MXFP4, sub="e8m0"),
+    "IQ1_S": _Type(4, 32, _iq1_s, levels=_IQ1, sub="odd", unit=8),
+    "IQ1_M": _Type(4, 16, _iq1_m, levels=_IQ1, sub="odd", unit=8),
+    "MXFP4": _Type(4, 32, lambda x: _nibbles(x[..., 1:], 16) | {"sub": x[..., :1]}, levels=_MXFP4, sub="e8m0"),
 }  # fmt: skip
 
 
@@ -259,8 +258,7 @@ def _parts_of(rows: torch.Tensor, kind: str) -> _Parts:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     blocks = rows.reshape(len(rows), -1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1])
-    parts = TYPES[kind].planes(blocks) | TYPES[kind].scales(blocks)
-    return {name: part.flatten(-2) for name, part in parts.items()}
+    return {name: part.flatten(-2) for name, part in TYPES[kind].parts(blocks).items()}
 
 
 _NOT_WEIGHTS = ("rope_freqs.", "rope_factors_", "v.", "a.", "mm.", "output.weight")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from batchgen.config import ModelConfig
-from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, levels_of, packed_planes
+from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, in_fields, levels_of, packed_planes
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.mlx import in_transformers, with_keys_and_values_joined
 from batchgen.model.weights.variants import (
@@ -272,9 +272,7 @@ def _in_groups(coding: Coding, plane: torch.Tensor, groups: torch.Tensor | None,
 
 def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns the numbers of `bits` bits in int32 words, the lowest first, as uint8 in a new last dimension."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    in_bytes = words.contiguous()[..., None].view(torch.uint8)
-    return ((in_bytes[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+    return in_fields(words.contiguous()[..., None].view(torch.uint8), bits)
 
 
 def _awq(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
@@ -353,7 +351,7 @@ def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     plane = (weight << 4) | (weight >> 4)  # the first number of two is the upper one there
     if size % group == 0:
         return _packed(Coding(4, levels, group=group), plane.view(rows, -1), scales=scales.float().view(rows, -1))
-    codes = nibbles(plane.flatten())[: rows * size]
+    codes = in_fields(plane.flatten(), 4)[: rows * size]
     numbers = torch.tensor(levels)[codes.long()] * scales.float().repeat_interleave(group)[: rows * size]
     return numbers.view(rows, size)  # blocks go on over the end of rows
 
@@ -361,11 +359,6 @@ def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
 def _in_float8(weight: torch.Tensor, **scales: Any) -> torch.Tensor:
     rounds = scales.pop("rounds", None)
     return _packed(Coding(8, "e4m3", rounds=rounds, group=scales.pop("group")), weight, **scales)
-
-
-def nibbles(weight: torch.Tensor) -> torch.Tensor:
-    """Returns the codes of bytes of two, the lower first."""
-    return torch.stack([weight & 15, weight >> 4], -1).flatten(-2)
 
 
 def _modelopt(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
