@@ -26,7 +26,7 @@ The families are those of the generative models that were downloaded most from t
 
 - **Images and sound.** A multimodal checkpoint runs on text: its language model is loaded, and nothing else is read from the disk. [Some are shown images](images.md); their encoder is loaded for the first row with an image. A row that holds sound, video, or an image for another model fails alone with `unsupported_content`.
 - **Quantized checkpoints** (FP8, MXFP4, AWQ, GPTQ, bitsandbytes, GGUF, MLX, …): see [quantized.md](quantized.md).
-- **Adapters** (LoRA): `--lora` merges an adapter into the weights while they are loaded.
+- **Adapters** (LoRA): `--lora` merges an adapter into the weights while they are loaded; beside those of a quantized checkpoint, which stay packed, it runs as it is.
 - [models.md](models.md) lists all architectures by name, and what was tested of each.
 
 This page is written by `docs/make_families_page.py`; a test compares the two.

@@ -36,7 +36,7 @@ from batchgen.model.multimodal import left_out, own_class
 from batchgen.model.vision import Vision
 from batchgen.model.weights.gguf import gguf_weights
 from batchgen.model.weights.int8 import check_int8, checkpoint_scales, no_kernels, quantize
-from batchgen.model.weights.lora import merge_adapter
+from batchgen.model.weights.lora import add_adapter
 from batchgen.model.weights.packed import read_checkpoint
 from batchgen.model.weights.quantized import (
     as_unquantized,
@@ -51,6 +51,7 @@ from batchgen.model.weights.quantized import (
 from batchgen.model.weights.streamed import StreamedWeights, bytes_held, streamed_weights
 from batchgen.model.weights.variants import check_quantization, check_stored, is_read_packed, quant_method
 from batchgen.model.weights.weight_size import (
+    bytes_in_memory,
     quantization,
     sizes_of,
     stored_tensors,
@@ -131,9 +132,8 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
     sizes = sizes_of(config, hf_config, torch.float32.itemsize)
     if sizes is None:
         return own
-    needed = sizes.plain
-    if own == torch.float16 and config.lora is None:  # which our kernels do not compute; the weights stay in 16 bits
-        needed = sizes.kept if config.quantize == "none" else sizes.int8_load
+    # Our kernels do not compute in float16; its weights stay in 16 bits.
+    needed = bytes_in_memory(config, sizes) if own == torch.float16 else sizes.plain
     return torch.float32 if needed * processes <= host_memory() // 2 else own
 
 
@@ -230,13 +230,14 @@ def _packed_part(config: ModelConfig, streamed: StreamedWeights | None, part: to
 def _as_it_runs(
     module: Any, config: ModelConfig, hf_config: Any, device: torch.device, dtype: Any, streamed: StreamedWeights | None
 ) -> tuple[Any, tuple[str, ...]]:
-    """Gives the weights of a packed model the form in which they run, in place, and merges the adapter. Returns the model, and notes for the user.
+    """Gives the weights of a packed model the form in which they run, in place, and adds the adapter. Returns the model, and notes for the user.
 
     `dtype`: see `_asked_dtype`.
     """
     notes: tuple[str, ...] = ()
     others = [(part, name) for part, name in packed_in(module) if not _is_read_packed(part, name)]
-    unpack(others, None if streamed is None else streamed.keep)
+    keep = None if streamed is None else streamed.keep
+    unpack(others, keep)
     if is_weight_only(hf_config):
         if config.device_map is None:
             plain_layers(module)
@@ -250,8 +251,8 @@ def _as_it_runs(
         notes += (note_of(hf_config, module),)
     if config.lora is not None:
         with quiet():
-            module = merge_adapter(module, config.lora, adapter_folder(config.lora))
-        notes += (f"the adapter {config.lora} was merged into the weights",)
+            module, note = add_adapter(module, config.lora, adapter_folder(config.lora), keep)
+        notes += (note,)
     return module, notes
 
 
@@ -286,7 +287,7 @@ def _unpack(
         packed = [(part, name) for part, name in packed if not isinstance(part, torch.nn.Embedding)]
         if config.quantize == "none" or stay_packed(getattr(part, name) for part, name in packed):
             packed = packed if fused else []
-    if config.lora is None and streamed is None:
+    if streamed is None:
         packed = fitting(packed, free_memory)
     unpack(packed, None if streamed is None else streamed.keep)
     reserve_scratch(parameter for parameter in module.parameters() if parameter.device.type == "cuda")
@@ -295,7 +296,7 @@ def _unpack(
 def _on_kernels(config: ModelConfig, device: torch.device) -> bool:
     """Whether our kernels multiply by the weights of the checkpoint on this device, if they can be compiled."""
     on_cpu = device.type == "cpu" and config.device_map is None
-    return config.compile != "off" and config.lora is None and is_fast() and on_cpu
+    return config.compile != "off" and is_fast() and on_cpu
 
 
 def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:

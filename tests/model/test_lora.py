@@ -28,6 +28,7 @@ from support.models import (
     tokens_of,
 )
 from support.params import slow_but
+from support.quantized import dequantized, make
 from support.wrappers import text_model
 
 peft = late("peft")
@@ -51,6 +52,11 @@ TIED = ("head", "embedding", "embeddings", "tied")
 def write(model: Any, folder: Path, **options: Any) -> Any:
     """Saves a model and a random adapter. Returns peft's model."""
     model.save_pretrained(folder / "model")
+    return add_to(model, folder, **options)
+
+
+def add_to(model: Any, folder: Path, **options: Any) -> Any:
+    """Saves a random adapter. Returns peft's model."""
     config = peft.LoraConfig(**({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options))
     adapted = peft.get_peft_model(model, config)
     torch.manual_seed(1)
@@ -96,6 +102,41 @@ def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model
     new, old = ".model.language_model.layers.", ".language_model.model.layers."
     save_file({n.replace(new, old): t for n, t in load_file(weights).items()}, weights, metadata={"format": "pt"})
     assert tokens(load(tmp_path)) == expected
+
+
+PACKED = ("awq", "gptq in order", "bitsandbytes nf4", "fp8", "mlx", "awq experts", "mlx hybrid")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    slow_but(
+        (("awq", "all layers"), ("awq experts", "all layers"), ("mlx", "DoRA"), ("fp8", "embeddings")),
+        [(name, kind) for name in PACKED for kind in ("plain", "all layers", "DoRA", "embeddings", "head")],
+    ),
+)
+def test_packed_layers_stay_packed_beside_an_adapter(name: str, kind: str, tmp_path: Path) -> None:
+    make(name, tmp_path / "model")
+    adapted = add_to(dequantized(name, tmp_path / "model"), tmp_path, **KINDS[kind])
+    expected = generate_all(adapted, PROMPTS, LENGTHS)
+    alone = load(tmp_path, lora=None, compile="auto").weight_bytes
+    adapter = (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size
+    for options in ({"compile": "off"}, {"compile": "auto"}, {"compile": "auto", "weights": "streamed"}):
+        model = load(tmp_path, **options)
+        assert tokens(model) == expected
+        beside = any("runs beside the packed weights" in note for note in model.notes)
+        assert beside == (kind != "DoRA" and options["compile"] == "auto")  # without kernels, what fits is unpacked
+        if options == {"compile": "auto"} and kind in ("plain", "all layers"):
+            assert model.weight_bytes <= alone + 5 * adapter  # whose matrices of four rows are padded
+
+
+def test_layers_that_an_adapter_leaves_alone_stay_in_16_bits(tmp_path: Path) -> None:
+    base = build("llama").bfloat16()
+    base.save_pretrained(tmp_path / "model")
+    expected = generate_all(add_to(base.float(), tmp_path), PROMPTS, LENGTHS)
+    model = load(tmp_path, compile="auto")
+    assert tokens(model) == expected
+    build("llama").save_pretrained(tmp_path / "model")
+    assert model.weight_bytes < load(tmp_path, compile="auto").weight_bytes
 
 
 def refusal(folder: Path, **options: Any) -> str:
@@ -191,7 +232,7 @@ def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path):
     path.write_text(json.dumps(settings | {"target_modules": "("}))
     assert "cannot be merged: missing ), unterminated subpattern" in refusal(tmp_path)
     path.write_text(json.dumps(settings | {"peft_type": "IA3"}))
-    assert "is of type IA3, and only LORA can be merged" in refusal(tmp_path)
+    assert "is of type IA3, and only LORA can be used" in refusal(tmp_path)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     assert "has no adapter_model.safetensors; give the folder that peft's save_pretrained has written" in refusal(
         tmp_path

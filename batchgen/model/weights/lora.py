@@ -1,9 +1,14 @@
-"""Merges a LoRA adapter into a model's weights while it is loaded, with the library peft."""
+"""Gives a model a LoRA adapter while it is loaded, with the library peft.
+
+Weights of 16 and 32 bits become those with the adapter. A linear layer of packed codes stays as it is, and the adapter's two matrices run
+beside it (`AdaptedLinear`): the sum would have to be unpacked. Adapters of most packed models were trained so (QLoRA, https://arxiv.org/abs/2305.14314).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,9 @@ import torch
 from safetensors import safe_open
 
 from batchgen.errors import ModelError, in_one_line
+from batchgen.kernels.codes import IN_16_BITS, PackedTensor
 from batchgen.model.multimodal import Absent
+from batchgen.model.weights.quantized import packed_in, unpack
 from batchgen.model_files import ADAPTER_WEIGHTS, read_json
 from batchgen.prompts.tokenizer import text_config
 
@@ -20,48 +27,83 @@ from batchgen.prompts.tokenizer import text_config
 _OLD_NAMES = "; or, if transformers before 4.52 saved the adapter, rename its tensors as in this model"
 
 
-def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
-    """Returns the model with the adapter in `folder` added to its weights. `lora` is the name that the user gave.
+class AdaptedLinear(torch.nn.Module):
+    """A linear layer with packed weights, and what an adapter adds to its output: y = linear(x) + up(down(x))."""
 
-    Raises `ModelError` for an adapter of another kind or another model: one that has tensors without a place in the model, or lacks tensors
-    for modules that its configuration names. peft only warns of the latter, and leaves these modules as they are.
+    def __init__(
+        self, linear: torch.nn.Linear, down: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """`down` [R, K], `up` [N, R] and `bias` [N] are the adapter's, scaled."""
+        super().__init__()
+        self.linear = linear
+        self.down = _linear_of(down.to(linear.weight.dtype), None)
+        self.up = _linear_of(up.to(linear.weight.dtype), None if bias is None else bias.to(linear.weight.dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps [..., K] to [..., N]."""
+        y: torch.Tensor = self.linear(x) + self.up(self.down(x))
+        return y
+
+
+def _linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
+    made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return made
+
+
+def add_adapter(
+    module: Any, lora: str, folder: Path, keep: Callable[[torch.Tensor], None] | None = None
+) -> tuple[Any, str]:
+    """Returns the model with the adapter in `folder`, and a note for the user. `lora` is the name that the user gave.
+
+    `keep` gets each weight that is unpacked, because it cannot stay packed with the adapter: of an embedding, a head, experts, or with DoRA.
+    Raises `ModelError` for an adapter of another kind or another model.
     """
     if find_spec("peft") is None:
         raise ModelError("--lora needs the package peft", "pip install 'batchgen-llm[lora]'")
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    kind = read_json(folder / "adapter_config.json").get("peft_type")
+    settings = read_json(folder / "adapter_config.json")
+    kind = settings.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"the adapter {lora!r} is of type {kind}, and only LORA can be merged")
-    if any(type(p) is not torch.nn.Parameter for p in module.parameters()):
+        raise ModelError(f"the adapter {lora!r} is of type {kind}, and only LORA can be used")
+    if any(type(p) not in (torch.nn.Parameter, PackedTensor) for p in module.parameters()):
         raise ModelError(
             f"the adapter {lora!r} cannot be merged into quantized weights", "give the original model with --model"
         )
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
-        given = len(file.keys())
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    try:
+    tied = head is not None and head.weight is embedding.weight
+
+    def unpack_in(parts: Iterable[torch.nn.Module]) -> bool:
+        """Unpacks the weights of these modules. Returns whether they have the weight that embedding and head share."""
+        chosen = {*parts}
+        shared = tied and not chosen.isdisjoint((embedding, head))
+        chosen |= {embedding, head} if shared else set()
+        unpack([(part, name) for part, name in packed_in(module) if part in chosen], keep)
+        return shared
+
+    with _errors_of_peft(lora):
+        saved = tuple(settings.get("modules_to_save") or ())  # peft copies these modules
+        unpack_in(part for name, part in module.named_modules() if saved and name.endswith(saved))
         adapted = PeftModel.from_pretrained(module, str(folder))
         # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
-        loaded = adapted.load_adapter(str(folder), "default")
-        changed = [part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)]
-        if head is not None and head.weight is embedding.weight and any(p is embedding or p is head for p in changed):
+        _check_names(lora, folder, adapted, adapted.load_adapter(str(folder), "default"))
+        beside = _put_beside(module, head)
+        if unpack_in(part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)):
             _untie(module, head)  # only now, because peft may give tied layers one adapter
-        left_out = {part.name for part in module.modules() if isinstance(part, Absent)}
-        unused = _sorted_names(name for name in loaded.unexpected_keys if left_out.isdisjoint(name.split(".")))
-        if unused:
-            raise ModelError(
-                f"the adapter {lora!r} does not fit the model: the model has no place for {len(unused)} of its {given} tensors, for example {unused[0]}",
-                "give the model that the adapter was trained for" + (_OLD_NAMES if left_out else ""),
-            )
-        if missing := _sorted_names(name for name in loaded.missing_keys if ".lora_" in name):
-            needed = sum(".lora_" in name for name in adapted.state_dict())
-            raise ModelError(
-                f"the adapter {lora!r} does not fit the model: it lacks {len(missing)} of the {needed} tensors that the model has places for, for example {missing[0]}",
-                "give the model that the adapter was trained for, or the whole adapter",
-            )
-        return adapted.merge_and_unload(safe_merge=True)
+        merged = adapted.merge_and_unload(safe_merge=True)
+    how = "runs beside the packed weights" if beside else "was merged into the weights"
+    return merged, f"the adapter {lora} {how}"
+
+
+@contextmanager
+def _errors_of_peft(lora: str) -> Iterator[None]:
+    """Raises `ModelError` instead of what peft raises."""
+    try:
+        yield
     except NotImplementedError as e:
         raise ModelError(
             f"the adapter {lora!r} cannot be merged: {in_one_line(e, 300).rstrip('.')}",
@@ -72,6 +114,54 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
             f"the adapter {lora!r} cannot be merged: {in_one_line(e, 300)}",
             "give the model that the adapter was trained for",
         ) from e
+
+
+def _check_names(lora: str, folder: Path, adapted: Any, loaded: Any) -> None:
+    """Raises `ModelError` for an adapter that has tensors without a place in the model, or lacks tensors for modules that its configuration names.
+    peft only warns of the latter, and leaves these modules as they are. `loaded` is what `load_adapter` of the model `adapted` returned."""
+    left_out = {part.name for part in adapted.modules() if isinstance(part, Absent)}
+    unused = _sorted_names(name for name in loaded.unexpected_keys if left_out.isdisjoint(name.split(".")))
+    if unused:
+        with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+            given = len(file.keys())
+        raise ModelError(
+            f"the adapter {lora!r} does not fit the model: the model has no place for {len(unused)} of its {given} tensors, for example {unused[0]}",
+            "give the model that the adapter was trained for" + (_OLD_NAMES if left_out else ""),
+        )
+    if missing := _sorted_names(name for name in loaded.missing_keys if ".lora_" in name):
+        needed = sum(".lora_" in name for name in adapted.state_dict())
+        raise ModelError(
+            f"the adapter {lora!r} does not fit the model: it lacks {len(missing)} of the {needed} tensors that the model has places for, for example {missing[0]}",
+            "give the model that the adapter was trained for, or the whole adapter",
+        )
+
+
+def _put_beside(module: torch.nn.Module, head: Any) -> int:
+    """Replaces peft's layers around linear layers of packed codes, but for the head. Returns how many."""
+    count = 0
+    for parent in list(module.modules()):
+        for name, part in parent._modules.items():
+            if _runs_beside(part, head):
+                parent._modules[name] = _adapted(part)
+                count += 1
+    return count
+
+
+def _runs_beside(part: Any, head: Any) -> bool:
+    """Whether peft's layer adds two products to a linear layer of packed codes, and nothing else (`lora_variant`, for example DoRA)."""
+    from peft.tuners.lora import Linear
+
+    if not isinstance(part, Linear) or "default" in part.lora_variant:
+        return False
+    base: Any = part.get_base_layer()
+    packed = isinstance(base.weight, PackedTensor) and base.weight.coding != IN_16_BITS
+    return packed and type(base) is torch.nn.Linear and base is not head
+
+
+def _adapted(part: Any) -> AdaptedLinear:
+    scale, down, up = part.scaling["default"], part.lora_A["default"], part.lora_B["default"]
+    bias = None if up.bias is None else up.bias.float() * scale
+    return AdaptedLinear(part.get_base_layer(), down.weight, up.weight.float() * scale, bias)
 
 
 def _sorted_names(names: Iterable[str]) -> list[str]:

@@ -29,6 +29,8 @@ KV_TOKENS = 8192
 STEP_TOKENS, STEP_ROWS = 256, 64
 """Weights stay in memory if so many tokens of KV, and a step of so many tokens and rows of logits, fit beside them. With less, steps are too small to
 be fast."""
+ADAPTER_SHARE = 32
+"""An adapter beside packed weights is taken to have one number for so many of the model's: rank 64 in all layers of a model of 7B has one for 44."""
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _GGUF_BITS = {
@@ -141,9 +143,7 @@ def are_streamed(config: ModelConfig, sizes: WeightSizes | None, kv: int, free: 
     limit = None if config.weight_memory is None else parse_size(config.weight_memory, "--weight-memory")
     if sizes is None:
         return config.weights == "streamed" or limit is not None
-    needed = sizes.kept if config.quantize == "none" else sizes.int8_load
-    if config.lora is not None:
-        needed = sizes.plain
+    needed = bytes_in_memory(config, sizes)
     if config.weights != "streamed" and (needed + kv <= free if limit is None else needed <= limit):
         return False
     can_stream = config.quantize == "none" and config.weights != "resident"
@@ -165,6 +165,15 @@ def are_streamed(config: ModelConfig, sizes: WeightSizes | None, kv: int, free: 
             "use a smaller or a quantized model, or a machine with more memory",
         )
     return True
+
+
+def bytes_in_memory(config: ModelConfig, sizes: WeightSizes) -> int:
+    """Returns the bytes that the weights take if all of them are in memory, and while they are loaded."""
+    needed = sizes.kept if config.quantize == "none" else sizes.int8_load
+    if config.lora is None:
+        return needed
+    # An adapter is merged into plain weights, and runs beside packed ones. It has been downloaded only when the model is loaded.
+    return needed + sizes.plain // ADAPTER_SHARE if sizes.largest else sizes.plain
 
 
 def streaming_room(config: ModelConfig, free: int) -> int:
