@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rsLoRA": {"use_rslora": True},
     "DoRA": {"use_dora": True},
+    "PiSSA": {"init_lora_weights": "pissa"},
     "all layers": {"target_modules": "all-linear"},
     "embeddings": {"modules_to_save": ["lm_head"]},
     "head": {"target_modules": ["q_proj", "lm_head"]},
@@ -110,8 +111,14 @@ PACKED = ("awq", "gptq in order", "bitsandbytes nf4", "fp8", "mlx", "awq experts
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_but(
-        (("awq", "all layers"), ("awq experts", "all layers"), ("mlx", "DoRA"), ("fp8", "embeddings")),
-        [(name, kind) for name in PACKED for kind in ("plain", "all layers", "DoRA", "embeddings", "head")],
+        (
+            ("awq", "all layers"),
+            ("awq experts", "all layers"),
+            ("mlx", "DoRA"),
+            ("awq", "PiSSA"),
+            ("fp8", "embeddings"),
+        ),
+        [(name, kind) for name in PACKED for kind in ("plain", "all layers", "DoRA", "PiSSA", "embeddings", "head")],
     ),
 )
 def test_packed_layers_stay_packed_beside_an_adapter(name: str, kind: str, tmp_path: Path) -> None:
@@ -124,7 +131,9 @@ def test_packed_layers_stay_packed_beside_an_adapter(name: str, kind: str, tmp_p
         model = load(tmp_path, **options)
         assert tokens(model) == expected
         beside = any("runs beside the packed weights" in note for note in model.notes)
-        assert beside == (kind != "DoRA" and options["compile"] == "auto")  # without kernels, what fits is unpacked
+        assert beside == (
+            kind not in ("DoRA", "PiSSA") and options["compile"] == "auto"
+        )  # without kernels, what fits is unpacked
         if options == {"compile": "auto"} and kind in ("plain", "all layers"):
             assert model.weight_bytes <= alone + 5 * adapter  # whose matrices of four rows are padded
 

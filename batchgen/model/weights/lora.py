@@ -23,6 +23,8 @@ from batchgen.model.weights.quantized import packed_in, unpack
 from batchgen.model_files import ADAPTER_WEIGHTS, read_json
 from batchgen.prompts.tokenizer import text_config
 
+_BEGUN_BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""The ways to begin an adapter (`init_lora_weights`) that leave the model's weights as they are. Others, such as PiSSA, take a part from them, in each load."""
 # transformers 4.52 moved the language model of multimodal classes, and with it the names of all of its layers.
 _OLD_NAMES = "; or, if transformers before 4.52 saved the adapter, rename its tensors as in this model"
 
@@ -86,8 +88,9 @@ def add_adapter(
         return shared
 
     with _errors_of_peft(lora):
+        every = settings.get("init_lora_weights", True) not in _BEGUN_BESIDE
         saved = tuple(settings.get("modules_to_save") or ())  # peft copies these modules
-        unpack_in(part for name, part in module.named_modules() if saved and name.endswith(saved))
+        unpack_in(part for name, part in module.named_modules() if every or (saved and name.endswith(saved)))
         adapted = PeftModel.from_pretrained(module, str(folder))
         # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
         _check_names(lora, folder, adapted, adapted.load_adapter(str(folder), "default"))
