@@ -69,8 +69,13 @@ class FilePieces(_Pieces):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
+        self._mapped = weakref.WeakSet[mmap.mmap]()
         self.nbytes = 0
         """Of all files so far."""
+
+    def has(self, x: torch.Tensor) -> bool:
+        """Whether a tensor lies in one of the files."""
+        return any(0 <= x.data_ptr() - _start_of(piece) < len(piece) for piece in self._mapped)
 
     def _map(self, size: int) -> mmap.mmap:
         """Raises `ModelError` if the disk is full. A page for which the disk has no room would end the process."""
@@ -79,7 +84,9 @@ class FilePieces(_Pieces):
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 self.nbytes += size
-                return mmap.mmap(file.fileno(), size)
+                piece = mmap.mmap(file.fileno(), size)
+                self._mapped.add(piece)
+                return piece
         except OSError as e:
             raise ModelError(
                 f"the weights cannot be streamed: no room for them in {self._folder} ({e.strerror})",

@@ -43,8 +43,8 @@ class AdaptedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [..., K] to [..., N]."""
-        y: torch.Tensor = self.linear(x) + self.up(self.down(x))
-        return y
+        y: torch.Tensor = self.linear(x)
+        return y.add_(self.up(self.down(x)))
 
 
 def _linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:

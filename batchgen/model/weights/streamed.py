@@ -110,10 +110,9 @@ class StreamedWeights:
             weight.data = self._in_file(weight.data)
 
     def _in_file(self, x: torch.Tensor) -> torch.Tensor:
-        if x.nbytes < SMALL:
+        if x.nbytes < SMALL or self._pieces.has(x):
             return x
-        at = x.data_ptr()
-        if any(each.start <= at < each.end and (each.shared or not self._merges) for each in mapped_files()):
+        if not self._merges and any(each.start <= x.data_ptr() < each.end for each in mapped_files()):
             return x
         with pieces_in(self._pieces):
             return in_huge_pages(x)
