@@ -235,6 +235,20 @@ def has_chat_template(config: ModelConfig) -> bool | None:
         return None
 
 
+def find_file(config: ModelConfig, name: str, *, fetch: bool = True) -> Path | None:
+    """Returns the path of a file of the model, in its folder or in the hub's cache; None if it is not there. A small one is downloaded (`fetch`)."""
+    folder = Path(config.model).expanduser()
+    if folder.exists():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(config.model, name, revision=config.revision, local_files_only=not fetch))
+    except EntryNotFoundError:  # not there, or offline and never fetched
+        return None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file of a model. Raises `ModelError`, which says what is wrong with the file."""
     try:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
 from batchgen.jobs.files.disk import json_digest
 from batchgen.jobs.files.manifest import MODEL_FILE, as_stored, load_manifest
-from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
+from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, find_file, gguf_file
 from batchgen.parsers.heads import OutputHead
 from batchgen.prompts import LoadedTokenizer, PromptBuilder
 from batchgen.prompts.tokenizer import checkpoint_dtype
@@ -158,7 +158,9 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
         paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
         found = {f"{MODEL_FILE}{path.relative_to(folder).as_posix()}": _file_identity(path) for path in paths}
     else:
-        found = {"model": f"{config.model} at {_commit(config)}"}
+        cached = find_file(config, "config.json", fetch=False)  # it has just been loaded, in the folder of its commit
+        commit = cached.parent.name if cached is not None else config.revision or "main"
+        found = {"model": f"{config.model} at {commit}"}
     if config.lora is not None:
         adapter = adapter_folder(config.lora)
         found |= {f"--lora {name}": _file_identity(adapter / name) for name in ("adapter_config.json", ADAPTER_WEIGHTS)}
@@ -210,13 +212,3 @@ def _sampled(file: BinaryIO, size: int) -> list[tuple[int, int]]:
     even = [i * (size - _BLOCK_BYTES) // (_BLOCKS - 1) for i in range(_BLOCKS)]
     blocks = sorted({min(start, size - _BLOCK_BYTES) for start in (*even, *middles)})
     return [(0, data), *((start, _BLOCK_BYTES) for start in blocks)]
-
-
-def _commit(config: ModelConfig) -> str:
-    """Returns the commit of a hub model in the local cache, to which its config has just been loaded."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(config.model, "config.json", revision=config.revision)
-    if isinstance(found, str):
-        return Path(found).parent.name
-    return config.revision or "main"

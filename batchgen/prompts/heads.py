@@ -12,7 +12,7 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.model_files import CLASSIFIER, CLASSIFY_HINT, read_json, read_json_list
+from batchgen.model_files import CLASSIFIER, CLASSIFY_HINT, find_file, read_json, read_json_list
 from batchgen.parsers.heads import OutputHead
 
 MODULES = "modules.json"
@@ -209,17 +209,3 @@ def _json_object(config: ModelConfig, name: str) -> Mapping[str, Any]:
     """Returns the object in a file of the model; {} if there is none."""
     path = find_file(config, name)
     return {} if path is None else read_json(path)
-
-
-def find_file(config: ModelConfig, name: str) -> Path | None:
-    """Returns the path of a small file of the model, which may have to be downloaded; None if the model has no such file."""
-    folder = Path(config.model).expanduser()
-    if folder.exists():
-        return folder / name if (folder / name).is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(config.model, name, revision=config.revision))
-    except EntryNotFoundError:  # not there, or offline and never fetched
-        return None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, caused_by, first_line
-from batchgen.model_files import LOCAL, read_json
+from batchgen.model_files import LOCAL, find_file, read_json
 
 _logger = logging.getLogger("batchgen")
 
@@ -32,13 +32,11 @@ def prefer_cache_if_unreachable(config: ModelConfig) -> None:
 
     Otherwise each file that a model may lack (there are about seven) would be asked for six times, which takes minutes.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
     name = config.model
-    if constants.HF_HUB_OFFLINE or Path(name).exists():
-        return
-    if not isinstance(try_to_load_from_cache(name, "config.json", revision=config.revision), str):
+    if constants.HF_HUB_OFFLINE or Path(name).exists() or find_file(config, "config.json", fetch=False) is None:
         return
     error = asked(config)
     if error is not None and not isinstance(error, HfHubHTTPError):  # which is an answer

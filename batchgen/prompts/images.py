@@ -23,8 +23,7 @@ import numpy as np
 
 from batchgen.config import ModelConfig
 from batchgen.errors import RowError, UsageError, in_one_line
-from batchgen.model_files import MLX
-from batchgen.prompts.heads import find_file
+from batchgen.model_files import MLX, find_file
 from batchgen.prompts.hub import load_failure
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 from batchgen.records.images import KNOWN, ImageFile, ImageStore, check_pillow, decode_image, image_digest, open_file

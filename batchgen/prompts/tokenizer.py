@@ -14,12 +14,12 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
-from batchgen.model_files import check_model_files, gguf_file, mlx_settings, read_json
+from batchgen.model_files import check_model_files, find_file, gguf_file, mlx_settings, read_json
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
 from batchgen.prompts.gguf import load_gguf
-from batchgen.prompts.heads import find_file, max_prompt_tokens, read_head
+from batchgen.prompts.heads import max_prompt_tokens, read_head
 from batchgen.prompts.hub import load_failure, prefer_cache_if_unreachable
 from batchgen.request import IMAGE_IDS
 from batchgen.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model.architectures import is_multimodal
 from batchgen.model.weights.mlx_names import name_in_transformers
-from batchgen.model_files import MLX, gguf_file, is_int8_layer, quantizer_of, safetensors_header
+from batchgen.model_files import MLX, find_file, gguf_file, is_int8_layer, quantizer_of, safetensors_header
 from batchgen.process.machine import free_host_memory
 from batchgen.prompts.gguf import METHOD, gguf_header
 from batchgen.prompts.tokenizer import language_config, quiet, text_config
@@ -187,29 +187,19 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     """Returns the model's safetensors files, in its folder or in the hub's cache; None if some are not on the disk."""
     if gguf_file(config) is not None:
         return None
-    whole = _path(config, WHOLE)  # transformers reads it even if there is an index
+    whole = find_file(config, WHOLE, fetch=False)  # transformers reads it even if there is an index
     if whole is not None:
         return [whole]
-    index = _path(config, INDEX)
+    index = find_file(config, INDEX, fetch=False)
     if index is None:
         return None
-    paths = [_path(config, name) for name in shards_of(index)]
+    paths = [find_file(config, name, fetch=False) for name in shards_of(index)]
     return None if None in paths else [path for path in paths if path is not None]
 
 
 def shards_of(index: Path) -> list[str]:
     """Returns the names of the files that an index lists."""
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-
-
-def _path(config: ModelConfig, name: str) -> Path | None:
-    folder = Path(config.model).expanduser()
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(config.model, name, revision=config.revision)
-    return Path(found) if isinstance(found, str) else None
 
 
 def stored_tensors(config: ModelConfig) -> list[StoredTensor] | None:
