@@ -188,7 +188,14 @@ def _is_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or "\\" in model
 
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BEGUN_BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""The ways to begin an adapter (`init_lora_weights`) that leave the model's weights as they are. Others, such as PiSSA, take a part from them, in each load."""
+
+
+def is_merged(settings: Mapping[str, Any]) -> bool:
+    """Whether an adapter with this configuration can only be merged into plain weights."""
+    return bool(settings.get("use_dora")) or settings.get("init_lora_weights", True) not in _BEGUN_BESIDE
 
 
 def adapter_folder(lora: str) -> Path:
@@ -203,19 +210,19 @@ def adapter_folder(lora: str) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(lora, allow_patterns=["adapter_config.json", ADAPTER_WEIGHTS]))
+            folder = Path(snapshot_download(lora, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
         except Exception as e:
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise ModelError(
                 f"the adapter {lora!r} is not a folder here, and it could not be downloaded from the hub: {reason[:200]}",
                 "give a folder with adapter_config.json and adapter_model.safetensors, or a hub name such as org/adapter",
             ) from e
-    for name in ("adapter_config.json", ADAPTER_WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
             raise ModelError(
                 f"the adapter {lora!r} has no {name}", "give the folder that peft's save_pretrained has written"
             )
-    read_json(folder / "adapter_config.json")
+    read_json(folder / ADAPTER_CONFIG)
     safetensors_header(folder / ADAPTER_WEIGHTS)
     return folder
 
@@ -241,11 +248,11 @@ def find_file(config: ModelConfig, name: str, *, fetch: bool = True) -> Path | N
     if folder.exists():
         return folder / name if (folder / name).is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
     try:
         return Path(hf_hub_download(config.model, name, revision=config.revision, local_files_only=not fetch))
-    except EntryNotFoundError:  # not there, or offline and never fetched
+    except (EntryNotFoundError, HFValidationError):  # not there, offline and never fetched, or a folder that is not there
         return None
 
 

@@ -138,14 +138,17 @@ def test_packed_layers_stay_packed_beside_an_adapter(name: str, kind: str, tmp_p
             assert model.weight_bytes <= alone + 5 * adapter  # whose matrices of four rows are padded
 
 
-def test_layers_that_an_adapter_leaves_alone_stay_in_16_bits(tmp_path: Path) -> None:
-    base = build("llama").bfloat16()
-    base.save_pretrained(tmp_path / "model")
-    expected = generate_all(add_to(base.float(), tmp_path), PROMPTS, LENGTHS)
+@pytest.mark.parametrize("kind", slow_but(("all layers",), ("plain", "all layers", "DoRA", "head tied", "embedding")))
+def test_layers_of_16_bits_stay_so_beside_an_adapter(kind: str, tmp_path: Path) -> None:
+    tied, folder = kind.endswith(" tied"), tmp_path / "model"
+    build("llama", tie_word_embeddings=tied).bfloat16().save_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = generate_all(add_to(base, tmp_path, **KINDS[kind.removesuffix(" tied")]), PROMPTS, LENGTHS)
     model = load(tmp_path, compile="auto")
     assert tokens(model) == expected
-    build("llama").save_pretrained(tmp_path / "model")
-    assert model.weight_bytes < load(tmp_path, compile="auto").weight_bytes
+    build("llama", tie_word_embeddings=tied).save_pretrained(folder)
+    in_32_bits = load(tmp_path, compile="auto").weight_bytes
+    assert model.weight_bytes < in_32_bits or kind == "DoRA"
 
 
 def refusal(folder: Path, **options: Any) -> str:

@@ -1,7 +1,8 @@
 """Gives a model a LoRA adapter while it is loaded, with the library peft.
 
-Weights of 16 and 32 bits become those with the adapter. A linear layer of packed codes stays as it is, and the adapter's two matrices run
-beside it (`AdaptedLinear`): the sum would have to be unpacked. Adapters of most packed models were trained so (QLoRA, https://arxiv.org/abs/2305.14314).
+Plain weights become those with the adapter. A linear layer that is packed (codes, or 16 bits of a model that is computed in float32) stays as it is,
+and the adapter's two matrices run beside it (`AdaptedLinear`): the sum would have to be unpacked. Most adapters of quantized models were trained
+so (QLoRA, https://arxiv.org/abs/2305.14314).
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ import torch
 from safetensors import safe_open
 
 from batchgen.errors import ModelError, in_one_line
-from batchgen.kernels.codes import IN_16_BITS, PackedTensor
+from batchgen.kernels.codes import PackedTensor
 from batchgen.model.multimodal import Absent
 from batchgen.model.weights.quantized import packed_in, unpack
-from batchgen.model_files import ADAPTER_WEIGHTS, read_json
+from batchgen.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_merged, read_json
 from batchgen.prompts.tokenizer import text_config
 
-_BEGUN_BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""The ways to begin an adapter (`init_lora_weights`) that leave the model's weights as they are. Others, such as PiSSA, take a part from them, in each load."""
 # transformers 4.52 moved the language model of multimodal classes, and with it the names of all of its layers.
 _OLD_NAMES = "; or, if transformers before 4.52 saved the adapter, rename its tensors as in this model"
 
@@ -68,7 +67,7 @@ def add_adapter(
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    settings = read_json(folder / "adapter_config.json")
+    settings = read_json(folder / ADAPTER_CONFIG)
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"the adapter {lora!r} is of type {kind}, and only LORA can be used")
@@ -88,8 +87,7 @@ def add_adapter(
         return shared
 
     with _errors_of_peft(lora):
-        every = settings.get("init_lora_weights", True) not in _BEGUN_BESIDE
-        saved = tuple(settings.get("modules_to_save") or ())  # peft copies these modules
+        every, saved = is_merged(settings), tuple(settings.get("modules_to_save") or ())  # peft copies these modules
         unpack_in(part for name, part in module.named_modules() if every or (saved and name.endswith(saved)))
         adapted = PeftModel.from_pretrained(module, str(folder))
         # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
@@ -140,7 +138,7 @@ def _check_names(lora: str, folder: Path, adapted: Any, loaded: Any) -> None:
 
 
 def _put_beside(module: torch.nn.Module, head: Any) -> int:
-    """Replaces peft's layers around linear layers of packed codes, but for the head. Returns how many."""
+    """Replaces peft's layers around packed linear layers, but for the head. Returns how many."""
     count = 0
     for parent in list(module.modules()):
         for name, part in parent._modules.items():
@@ -151,14 +149,13 @@ def _put_beside(module: torch.nn.Module, head: Any) -> int:
 
 
 def _runs_beside(part: Any, head: Any) -> bool:
-    """Whether peft's layer adds two products to a linear layer of packed codes, and nothing else (`lora_variant`, for example DoRA)."""
+    """Whether peft's layer adds two products to a packed linear layer, and nothing else (`lora_variant`)."""
     from peft.tuners.lora import Linear
 
     if not isinstance(part, Linear) or "default" in part.lora_variant:
         return False
     base: Any = part.get_base_layer()
-    packed = isinstance(base.weight, PackedTensor) and base.weight.coding != IN_16_BITS
-    return packed and type(base) is torch.nn.Linear and base is not head
+    return type(base) is torch.nn.Linear and isinstance(base.weight, PackedTensor) and base is not head
 
 
 def _adapted(part: Any) -> AdaptedLinear:

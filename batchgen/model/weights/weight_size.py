@@ -17,7 +17,17 @@ from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model.architectures import is_multimodal
 from batchgen.model.weights.mlx_names import name_in_transformers
-from batchgen.model_files import MLX, find_file, gguf_file, is_int8_layer, quantizer_of, safetensors_header
+from batchgen.model_files import (
+    ADAPTER_CONFIG,
+    MLX,
+    find_file,
+    gguf_file,
+    is_int8_layer,
+    is_merged,
+    quantizer_of,
+    read_json,
+    safetensors_header,
+)
 from batchgen.process.machine import free_host_memory
 from batchgen.prompts.gguf import METHOD, gguf_header
 from batchgen.prompts.tokenizer import language_config, quiet, text_config
@@ -30,7 +40,7 @@ STEP_TOKENS, STEP_ROWS = 256, 64
 """Weights stay in memory if so many tokens of KV, and a step of so many tokens and rows of logits, fit beside them. With less, steps are too small to
 be fast."""
 ADAPTER_SHARE = 32
-"""An adapter beside packed weights is taken to have one number for so many of the model's: rank 64 in all layers of a model of 7B has one for 44."""
+"""An adapter is taken to have one number for so many of the model's: rank 64 in all layers of a model of 7B has one for 44."""
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _GGUF_BITS = {
@@ -172,8 +182,10 @@ def bytes_in_memory(config: ModelConfig, sizes: WeightSizes) -> int:
     needed = sizes.kept if config.quantize == "none" else sizes.int8_load
     if config.lora is None:
         return needed
-    # An adapter is merged into plain weights, and runs beside packed ones. It has been downloaded only when the model is loaded.
-    return needed + sizes.plain // ADAPTER_SHARE if sizes.largest else sizes.plain
+    file = find_file(replace(config, model=config.lora, revision=None), ADAPTER_CONFIG, fetch=False)
+    if file is not None and is_merged(read_json(file)):
+        return sizes.plain
+    return needed + sizes.plain // ADAPTER_SHARE
 
 
 def streaming_room(config: ModelConfig, free: int) -> int:
