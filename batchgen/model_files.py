@@ -74,7 +74,7 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
             "give the folder that holds config.json, the weights and the tokenizer's files",
         )
     if not folder.is_dir():
-        if _is_path(config.model):
+        if is_path(config.model):
             raise ModelError(
                 f"model folder {config.model!r} does not exist", f"{LOCAL}, or a hub name such as org/model"
             )
@@ -183,7 +183,7 @@ def _check_revision(config: ModelConfig, kind: str) -> None:
         )
 
 
-def _is_path(model: str) -> bool:
+def is_path(model: str) -> bool:
     """Whether a name can only be a path. A hub name is `name` or `org/name`."""
     return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or "\\" in model
 
@@ -205,7 +205,7 @@ def adapter_folder(lora: str) -> Path:
     """
     folder = Path(lora).expanduser()
     if not folder.is_dir():
-        if _is_path(lora):
+        if is_path(lora):
             raise ModelError(f"there is no adapter folder {lora!r}", "give a folder, or a hub name such as org/adapter")
         from huggingface_hub import snapshot_download
 

@@ -6,6 +6,7 @@ Every check is repeated later, where its subject is used; here a wrong command o
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 from batchgen.config import JobConfig
@@ -14,7 +15,7 @@ from batchgen.jobs.files.lease import check_free_here
 from batchgen.jobs.files.target import open_target
 from batchgen.jobs.opening import check_place
 from batchgen.jobs.shards import CLAIMS, check_shard_free
-from batchgen.model_files import check_weight_files, has_chat_template
+from batchgen.model_files import adapter_folder, check_weight_files, has_chat_template, is_path
 from batchgen.process.templates import template_process
 from batchgen.prompts.chat_template import chosen_template
 from batchgen.prompts.columns import Columns, check_task
@@ -31,6 +32,11 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     """Raises what `run_job` would raise later, as far as that can be known without a tokenizer. `output` is None for a plan."""
     if config.model.ray is not None and find_spec("ray") is None:
         raise UsageError("--ray needs the package ray", "install it with pip install 'batchgen-llm[ray]'")
+    lora = config.model.lora
+    if lora is not None and (is_path(lora) or Path(lora).is_dir()):  # one on the hub is downloaded when the job is opened
+        adapter_folder(lora)
+    if lora is not None and find_spec("peft") is None:
+        raise UsageError("--lora needs the package peft", "install it with pip install 'batchgen-llm[lora]'")
     check_weight_files(config.model, needed=output is not None)
     if output is not None and output != "-" and not is_url(output):
         folder = job_path(output, config.work_dir)

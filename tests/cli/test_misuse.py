@@ -155,6 +155,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("report EMPTY", 2, "'' is not the name of an output; name the output of a run"),
     # models
     ("run R -m nowhere/", 1, "model folder 'nowhere/' does not exist; use a local folder with config.json and the tokenizer's files, or a hub name such as org/model"),
+    ("plan R -m M --lora nowhere/", 1, "there is no adapter folder 'nowhere/'; give a folder, or a hub name such as org/adapter"),
     ("run R -m M --revision v1", 1, "--revision 'v1' names a revision on the hub, and 'MODEL' is a local folder; leave --revision out"),
 ]  # fmt: skip
 """Command line, exit code, message."""
