@@ -252,7 +252,10 @@ def find_file(config: ModelConfig, name: str, *, fetch: bool = True) -> Path | N
 
     try:
         return Path(hf_hub_download(config.model, name, revision=config.revision, local_files_only=not fetch))
-    except (EntryNotFoundError, HFValidationError):  # not there, offline and never fetched, or a folder that is not there
+    except (
+        EntryNotFoundError,
+        HFValidationError,
+    ):  # not there, offline and never fetched, or a folder that is not there
         return None
 
 

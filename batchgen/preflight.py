@@ -33,7 +33,9 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     if config.model.ray is not None and find_spec("ray") is None:
         raise UsageError("--ray needs the package ray", "install it with pip install 'batchgen-llm[ray]'")
     lora = config.model.lora
-    if lora is not None and (is_path(lora) or Path(lora).is_dir()):  # one on the hub is downloaded when the job is opened
+    if lora is not None and (
+        is_path(lora) or Path(lora).is_dir()
+    ):  # one on the hub is downloaded when the job is opened
         adapter_folder(lora)
     if lora is not None and find_spec("peft") is None:
         raise UsageError("--lora needs the package peft", "install it with pip install 'batchgen-llm[lora]'")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.nn.functional import pad
 
 from batchgen.errors import ModelError, in_one_line
 from batchgen.kernels.codes import PackedTensor
@@ -161,7 +162,10 @@ def _runs_beside(part: Any, head: Any) -> bool:
 def _adapted(part: Any) -> AdaptedLinear:
     scale, down, up = part.scaling["default"], part.lora_A["default"], part.lora_B["default"]
     bias = None if up.bias is None else up.bias.float() * scale
-    return AdaptedLinear(part.get_base_layer(), down.weight, up.weight.float() * scale, bias)
+    odd = len(down.weight) % 2  # the kernels read bfloat16 in pairs
+    return AdaptedLinear(
+        part.get_base_layer(), pad(down.weight, (0, 0, 0, odd)), pad(up.weight.float() * scale, (0, odd)), bias
+    )
 
 
 def _sorted_names(names: Iterable[str]) -> list[str]:
