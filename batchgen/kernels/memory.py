@@ -34,6 +34,8 @@ MAPS = Path("/proc/self/maps")
 """What is mapped, where the system tells."""
 _DELETED = " (deleted)"
 """The end of the name of a mapped file that has no name."""
+_IN_HUBS_CACHE = "/blobs/"
+"""In the path of a file that huggingface_hub has downloaded. Its name is a digest."""
 
 
 class _Pieces:
@@ -189,13 +191,13 @@ class Mapping(NamedTuple):
     file: str
 
 
-def mapped_files(ends: str | tuple[str, ...] = "") -> list[Mapping]:
-    """Returns the files that are mapped, whose names end with one of `ends`; none where the system does not tell."""
+def mapped_files(*, of_models: bool = False) -> list[Mapping]:
+    """Returns the files that are mapped; none where the system does not tell. `of_models`: only models' files, and those without a name."""
     found = []
     with suppress(OSError), MAPS.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             line = line.rstrip("\n")
-            if not line.endswith(ends):
+            if of_models and not (line.endswith((".safetensors", ".gguf", _DELETED)) or _IN_HUBS_CACHE in line):
                 continue  # a process has thousands of others
             place, permissions, _, _, inode, *name = line.split(maxsplit=5)
             if inode != "0":
@@ -206,7 +208,7 @@ def mapped_files(ends: str | tuple[str, ...] = "") -> list[Mapping]:
 
 def drop_read_pages() -> None:
     """Takes the pages of mapped weights out of the process, which reads them again if it needs them. Nothing may have written to a model's files."""
-    for each in mapped_files((".safetensors", ".gguf", _DELETED)):
+    for each in mapped_files(of_models=True):
         if each.shared or not each.file.endswith(_DELETED):
             _advise(each.start, each.end - each.start, _MADV_DONTNEED)
 

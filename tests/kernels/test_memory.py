@@ -15,16 +15,19 @@ from batchgen.kernels.memory import ALIGNMENT, Pages, drop_read_pages, give_back
 def test_pages_of_a_models_files_are_dropped_and_those_that_were_written_to_are_not(tmp_path):
     """A page that was dropped is read again from its file, without what was written to the memory."""
 
+    (tmp_path / "blobs").mkdir()  # the hub's cache
+
     def mapped(name, shared=False):
         torch.ones(1 << 16, dtype=torch.uint8).numpy().tofile(tmp_path / name)
         x = torch.from_file(str(tmp_path / name), shared=shared, size=1 << 16, dtype=torch.uint8)
         return x.fill_(2)
 
-    weights, other, own, streamed = mapped("a.safetensors"), mapped("b.bin"), mapped("c"), mapped("d", shared=True)
+    weights, cached, other = mapped("a.safetensors"), mapped("blobs/0123abcd"), mapped("b.bin")
+    own, streamed = mapped("c"), mapped("d", shared=True)
     for name in ("c", "d"):
         (tmp_path / name).unlink()
     drop_read_pages()
-    assert [int(x.unique()) for x in (weights, other, own, streamed)] == [1, 2, 2, 2]
+    assert [int(x.unique()) for x in (weights, cached, other, own, streamed)] == [1, 1, 2, 2, 2]
 
 
 @pytest.mark.skipif(not mapped_files(), reason="the system does not tell which files are mapped")
