@@ -4,9 +4,8 @@ Token ids only. Knows nothing about rows, text, memory or the model. Needs numpy
 """
 
 from batchgen.prefix.figures import carried_tokens, merge_figures, plan_figures
-from batchgen.prefix.outline import Outline, PrefixOutline
+from batchgen.prefix.outline import GroupLine, GroupSurvey, Outline, PrefixOutline
 from batchgen.prefix.reuse import resident_lengths
-from batchgen.prefix.survey import GroupLine, GroupSurvey
 from batchgen.prefix.tree import PrefixNode, PrefixPlan, plan_prefixes, plan_requests
 
 __all__ = [

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from batchgen.prefix.order import common_length
+from batchgen.request import TokenArray
+
 
 @dataclass(slots=True)
 class Interval:
@@ -35,11 +38,28 @@ class Interval:
 
 
 class OpenIntervals:
-    """The intervals that the next prompt may still belong to, each deeper than the one below it."""
+    """The intervals that the next prompt may still belong to, each deeper than the one below it. Lengths are whole multiples of `chunk_size`."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_size: int = 1) -> None:
+        self._chunk_size = chunk_size
         self._stack: list[Interval] = []
         self._count = 0
+        self._before: tuple[TokenArray, bool] | None = None
+
+    def add(self, tokens: TokenArray, *, long: bool) -> Iterator[tuple[Interval, TokenArray]]:
+        """Takes the next prompt. Yields the intervals that end before it, each with a prompt in it. A `long` prompt shares nothing with one that
+        is not (`Request.long`)."""
+        before, self._before = self._before, (tokens, long)
+        if before is not None:
+            length = common_length(before[0], tokens) if before[1] == long else 0
+            for interval in self.shares(length // self._chunk_size * self._chunk_size):
+                yield interval, before[0]
+
+    def end(self) -> Iterator[tuple[Interval, TokenArray]]:
+        """Yields the intervals that end with the last prompt."""
+        if self._before is not None:
+            for interval in self.shares(0):
+                yield interval, self._before[0]
 
     def shares(self, length: int) -> Iterator[Interval]:
         """Takes the number of tokens that the next prompt shares with the one after it (0 if it is the last). Yields the intervals that end there."""
@@ -58,10 +78,6 @@ class OpenIntervals:
                 stack[-1].nodes += 1 + closed.nodes
                 stack[-1].saved += closed.own_saved + closed.saved
             yield closed
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._stack
 
     @property
     def _top_end(self) -> int:

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchgen.prefix import GroupSurvey, Outline, plan_prefixes
-from batchgen.prefix.survey import prefix_hash
+from batchgen.prefix.outline import prefix_hash
 
 # Nodes: [0, 2) of 6 saves 10; [2, 3) of 2 saves 1; [2, 6) of 3 saves 8; [6, 9) of 2 saves 3; [0, 5) of 2 saves 5.
 NESTED = [
