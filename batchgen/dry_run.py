@@ -501,16 +501,15 @@ class _PlanBuilder:
         levels = {-1: -1}
         found = [
             i
-            for i, node in enumerate(tree.nodes)
+            for i, (_, node, _) in enumerate(tree.nodes)
             if node.tokens >= FEW_TOKENS or 100 * node.saved_tokens >= tree.prompt_tokens
         ]
-        for i in sorted(heapq.nlargest(TREE_NODES, found, key=lambda i: tree.nodes[i].saved_tokens)):
-            node = tree.nodes[i]
-            above = node.parent
+        for i in sorted(heapq.nlargest(TREE_NODES, found, key=lambda i: tree.nodes[i].interval.saved_tokens)):
+            above, node, text_tokens = tree.nodes[i]
             while above not in levels:
                 above = tree.nodes[above].parent
             levels[i] = levels[above] + 1
-            text = self.tokenizer.decode(node.text_tokens[:EXCERPT_TOKENS].tolist())
+            text = self.tokenizer.decode(text_tokens[:EXCERPT_TOKENS].tolist())
             counts = {"tokens": node.tokens, "rows": node.rows, "saved_tokens": node.saved_tokens}
             yield {"level": levels[i], **counts, "text": text}
 

@@ -18,13 +18,13 @@ class Interval:
 
     first: int
     end: int
-    own: int = 0
+    ending_rows: int = 0
     """Number of prompts in no deeper interval."""
     last: int = -1
     start: int = 0
-    nodes: int = 0
+    nodes_below: int = 0
     """Number of intervals inside it."""
-    saved: int = 0
+    saved_below: int = 0
     """Prompt tokens that need not be run because intervals inside it are shared."""
 
     @property
@@ -32,9 +32,14 @@ class Interval:
         return self.last - self.first
 
     @property
-    def own_saved(self) -> int:
+    def tokens(self) -> int:
+        """Number of its own tokens."""
+        return self.end - self.start
+
+    @property
+    def saved_tokens(self) -> int:
         """Prompt tokens that need not be run because its own tokens are shared."""
-        return (self.end - self.start) * (self.rows - 1)
+        return self.tokens * (self.rows - 1)
 
 
 class OpenIntervals:
@@ -68,15 +73,15 @@ class OpenIntervals:
         if length > self._top_end:
             stack.append(Interval(position, length))
         if stack:
-            stack[-1].own += 1
+            stack[-1].ending_rows += 1
         while self._top_end > length:
             closed = stack.pop()
             if length > self._top_end:
                 stack.append(Interval(closed.first, length))
             closed.last, closed.start = position + 1, self._top_end
             if stack:
-                stack[-1].nodes += 1 + closed.nodes
-                stack[-1].saved += closed.own_saved + closed.saved
+                stack[-1].nodes_below += 1 + closed.nodes_below
+                stack[-1].saved_below += closed.saved_tokens + closed.saved_below
             yield closed
 
     @property

@@ -10,6 +10,7 @@ import hashlib
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,23 +22,12 @@ MAX_TEXT_TOKENS = 1000
 """Number of a node's own tokens that are kept, from its start."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OutlineNode:
-    """A prefix node that is listed. Its sums include the nodes below it that are not listed."""
+class OutlineNode(NamedTuple):
+    """A prefix node that is listed."""
 
     parent: int
     """Its parent's place in the list; -1 for a node at the top."""
-    rows: int
-    ending_rows: int
-    """Rows among these that share nothing more with another row."""
-    tokens: int
-    """Number of its own tokens."""
-    saved_tokens: int
-    """Prompt tokens that need not be run because the node is shared."""
-    nodes_below: int
-    """All nodes below it, listed or not."""
-    saved_below: int
-    """Prompt tokens that need not be run because these nodes are shared."""
+    interval: Interval
     text_tokens: TokenArray
     """The first of its own tokens, at most `MAX_TEXT_TOKENS`."""
 
@@ -81,32 +71,19 @@ class Outline:
         whole = copy.copy(self)  # ends here; more prompts may be added to this one
         whole._open, whole._kept = copy.deepcopy(self._open), self._kept.copy()
         whole._close(whole._open.end())
-        nodes = [
-            OutlineNode(
-                parent=parent,
-                rows=node.rows,
-                ending_rows=node.own,
-                tokens=node.end - node.start,
-                saved_tokens=node.own_saved,
-                nodes_below=node.nodes,
-                saved_below=node.saved,
-                text_tokens=text,
-            )
-            for parent, node, text in whole._kept.as_tree()
-        ]
         return PrefixOutline(
             rows=whole._rows,
             prompt_tokens=whole._prompt_tokens,
             saved_tokens=whole._saved_tokens,
             node_count=whole._node_count,
             lone_rows=whole._rows - whole._sharing_rows,
-            nodes=nodes,
+            nodes=list(whole._kept.as_tree()),
         )
 
     def _close(self, closed: Iterable[tuple[Interval, TokenArray]]) -> None:
         for node, prompt in closed:
             self._node_count += 1
-            self._saved_tokens += node.own_saved
+            self._saved_tokens += node.saved_tokens
             self._sharing_rows += 0 if node.start else node.rows
             self._kept.see(node.rows, node, prompt[node.start : min(node.end, node.start + self._max_text_tokens)])
 
@@ -144,16 +121,16 @@ class GroupSurvey:
         """Must be called after the last prompt. Returns the kept groups, the largest first."""
         self._close(self._open.end())
         return [
-            GroupLine(prefix_hash(path, self._chunk_size).hex(), group.end, group.own)
+            GroupLine(prefix_hash(path, self._chunk_size).hex(), group.end, group.ending_rows)
             for group, path in self._kept.largest_first()
         ]
 
     def _close(self, closed: Iterable[tuple[Interval, TokenArray]]) -> None:
         for group, prompt in closed:
-            if group.own:
+            if group.ending_rows:
                 self.groups += 1
-                self.grouped += group.own
-                self._kept.see(group.own * group.end, group, prompt[: group.end])
+                self.grouped += group.ending_rows
+                self._kept.see(group.ending_rows * group.end, group, prompt[: group.end])
 
 
 def prefix_hash(tokens: TokenArray, chunk_size: int) -> bytes:
@@ -191,11 +168,11 @@ class Largest:
         kept = sorted(self._heap, key=lambda entry: (-entry[0], entry[2].first))
         return [(interval, tokens) for _, _, interval, tokens in kept]
 
-    def as_tree(self) -> Iterator[tuple[int, Interval, TokenArray]]:
-        """Yields (parent, interval, tokens) in depth-first order. `parent`: place in this order of the smallest kept interval around it, or -1."""
+    def as_tree(self) -> Iterator[OutlineNode]:
+        """Yields the kept intervals in depth-first order. The parent of one is the smallest kept interval around it."""
         tokens = {id(interval): its for _, _, interval, its in self._heap}
         for parent, interval in nested(interval for _, _, interval, _ in self._heap):
-            yield parent, interval, tokens[id(interval)]
+            yield OutlineNode(parent, interval, tokens[id(interval)])
 
     def copy(self) -> Largest:
         """Returns a copy that does not change with this one."""

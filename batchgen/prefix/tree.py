@@ -72,7 +72,9 @@ def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool
         depth = nodes[parent].depth + 1 if parent >= 0 else 0
         nodes.append(PrefixNode(index, parent, one.start, one.end, one.first, one.last, depth))
         leaf_parent[one.first : one.last] = index
-    groups = [one.own for one in _intervals(shared // chunk_size * chunk_size) if one.own] if share else []
+    groups = (
+        [one.ending_rows for one in _intervals(shared // chunk_size * chunk_size) if one.ending_rows] if share else []
+    )
     prompt_tokens = sum(len(tokens) for tokens in prompts)
     return PrefixPlan(
         order=order,

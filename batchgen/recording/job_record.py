@@ -160,14 +160,15 @@ class RunRecorder:
 def tree_record(outline: PrefixOutline, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Returns the outline as JSON: sums, and a list for each field of a node. `decode` turns token ids to text."""
     nodes = outline.nodes
+    intervals = [node.interval for node in nodes]
     texts = [""] * len(nodes)
     left = TEXT_CHARACTERS
-    for place in sorted(range(len(nodes)), key=lambda i: -nodes[i].saved_tokens):
-        node = nodes[place]
+    for place in sorted(range(len(nodes)), key=lambda i: -intervals[i].saved_tokens):
+        tokens = nodes[place].text_tokens
         limit = MAX_TEXT if left > 0 else MIN_TEXT
-        text = decode(node.text_tokens[:limit].tolist())
+        text = decode(tokens[:limit].tolist())
         texts[place] = text[:limit]
-        if len(text) > limit or node.tokens > len(node.text_tokens[:limit]):
+        if len(text) > limit or intervals[place].tokens > len(tokens[:limit]):
             texts[place] += "…"
         left -= len(texts[place])
     return {
@@ -177,11 +178,11 @@ def tree_record(outline: PrefixOutline, decode: Callable[[Sequence[int]], str]) 
         "node_count": outline.node_count,
         "lone_rows": outline.lone_rows,
         "parents": [node.parent for node in nodes],
-        "node_rows": [node.rows for node in nodes],
-        "ending_rows": [node.ending_rows for node in nodes],
-        "tokens": [node.tokens for node in nodes],
-        "saved": [node.saved_tokens for node in nodes],
-        "nodes_below": [node.nodes_below for node in nodes],
-        "saved_below": [node.saved_below for node in nodes],
+        "node_rows": [node.rows for node in intervals],
+        "ending_rows": [node.ending_rows for node in intervals],
+        "tokens": [node.tokens for node in intervals],
+        "saved": [node.saved_tokens for node in intervals],
+        "nodes_below": [node.nodes_below for node in intervals],
+        "saved_below": [node.saved_below for node in intervals],
         "texts": texts,
     }

@@ -27,17 +27,8 @@ def outline_of(lists, nodes=99):
 
 def told(tree):
     return [
-        (
-            n.parent,
-            n.rows,
-            n.ending_rows,
-            n.tokens,
-            n.saved_tokens,
-            n.nodes_below,
-            n.saved_below,
-            n.text_tokens.tolist(),
-        )
-        for n in tree.nodes
+        (parent, n.rows, n.ending_rows, n.tokens, n.saved_tokens, n.nodes_below, n.saved_below, text.tolist())
+        for parent, n, text in tree.nodes
     ]
 
 
@@ -62,12 +53,13 @@ def test_the_outline_is_the_top_of_the_planned_tree(lists, max_nodes):
     assert tree.prompt_tokens - tree.saved_tokens == plan.prefill_tokens_min
     assert tree.lone_rows == int((plan.leaf_parent == -1).sum())
     rows = sorted((node.last - node.first for node in plan.nodes), reverse=True)
-    assert sorted((n.rows for n in tree.nodes), reverse=True) == rows[:max_nodes]
-    for n in tree.nodes:  # whatever is above a listed node is listed, and its sums hold
-        path, at = n.tokens, n.parent
+    assert sorted((n.interval.rows for n in tree.nodes), reverse=True) == rows[:max_nodes]
+    for at, n, _ in tree.nodes:  # whatever is above a listed node is listed, and its sums hold
+        path = n.tokens
         while at >= 0:
-            assert tree.nodes[at].rows > n.rows
-            path, at = path + tree.nodes[at].tokens, tree.nodes[at].parent
+            above = tree.nodes[at]
+            assert above.interval.rows > n.rows
+            path, at = path + above.interval.tokens, above.parent
         below = [m for m in plan.nodes if m.end == path and m.last - m.first == n.rows]
         assert any(
             sum(1 for m in plan.nodes if p.first <= m.first and m.last <= p.last and m.start >= p.end) == n.nodes_below
