@@ -169,15 +169,10 @@ def _iq1_m(x: torch.Tensor) -> _Parts:
 
 
 class _Type(NamedTuple):
-    """A type of blocks: the coding of its numbers (`codes.Coding`), and what makes the parts of blocks [..., bytes]."""
+    """A type of blocks: the coding of its numbers, and what makes the parts of blocks [..., bytes]."""
 
-    bits: int
-    group: int
+    coding: Coding
     parts: Callable[[torch.Tensor], _Parts]
-    zero: int = 0
-    levels: tuple[float, ...] | None = None
-    sub: str = ""
-    unit: int = 0
 
 
 def _and_negative(*levels: float) -> tuple[float, ...]:
@@ -193,36 +188,36 @@ _IQ3_S = _and_negative(*range(1, 16, 2))
 _IQ2 = _and_negative(8, 25, 43)
 _IQ1 = (-0.875, 0.125, 1.125, -1.125, -0.125, 0.875)
 TYPES = {
-    "Q4_0": _Type(4, 32, lambda x: _nibbles(x[..., 2:], 16) | _one(x), zero=8),
-    "Q4_1": _Type(4, 32, lambda x: _nibbles(x[..., 4:], 16) | _and_minimum(x)),
-    "Q5_0": _Type(5, 32, lambda x: _nibbles(x[..., 6:], 16) | {"plane1": x[..., 2:6]} | _one(x), zero=16),
-    "Q5_1": _Type(5, 32, lambda x: _nibbles(x[..., 8:], 16) | {"plane1": x[..., 4:8]} | _and_minimum(x)),
-    "Q8_0": _Type(8, 32, lambda x: {"plane8": x[..., 2:] ^ 128} | _one(x), zero=128),
-    "Q2_K": _Type(2, 16, lambda x: _upper(x[..., 16:80], 2) | _q2_k(x), sub="u4"),
-    "Q3_K": _Type(3, 16, lambda x: _upper(x[..., 32:96], 2) | _upper(x[..., :32], 1) | _q3_k(x), zero=4, sub="i8"),
-    "Q4_K": _Type(4, 32, lambda x: _nibbles(x[..., 16:], 32) | _q4_k(x), sub="u8"),
-    "Q5_K": _Type(5, 32, lambda x: _nibbles(x[..., 48:], 32) | _upper(x[..., 16:48], 1) | _q4_k(x), sub="u8"),
-    "Q6_K": _Type(6, 16, lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2) | _q6_k(x), zero=32, sub="i8"),
-    "TQ1_0": _Type(2, 256, lambda x: _ternary(x) | {"scales": _half(x, 52)}, zero=1),
-    "TQ2_0": _Type(2, 256, lambda x: _upper(x[..., :64], 2) | {"scales": _half(x, 64)}, zero=1),
-    "IQ4_NL": _Type(4, 32, lambda x: _nibbles(x[..., 2:], 16) | _one(x), levels=_IQ4),
-    "IQ4_XS": _Type(4, 32, lambda x: _nibbles(x[..., 8:], 16) | _iq4_xs(x), levels=_IQ4, sub="i8"),
-    "IQ3_XXS": _Type(4, 32, _iq3_xxs, levels=_IQ3, sub="odd", unit=4),
+    "Q4_0": _Type(Coding(4, group=32, zero=8), lambda x: _nibbles(x[..., 2:], 16) | _one(x)),
+    "Q4_1": _Type(Coding(4, group=32), lambda x: _nibbles(x[..., 4:], 16) | _and_minimum(x)),
+    "Q5_0": _Type(Coding(5, group=32, zero=16), lambda x: _nibbles(x[..., 6:], 16) | {"plane1": x[..., 2:6]} | _one(x)),
+    "Q5_1": _Type(Coding(5, group=32), lambda x: _nibbles(x[..., 8:], 16) | {"plane1": x[..., 4:8]} | _and_minimum(x)),
+    "Q8_0": _Type(Coding(8, group=32, zero=128), lambda x: {"plane8": x[..., 2:] ^ 128} | _one(x)),
+    "Q2_K": _Type(Coding(2, group=16, sub="u4"), lambda x: _upper(x[..., 16:80], 2) | _q2_k(x)),
+    "Q3_K": _Type(Coding(3, group=16, zero=4, sub="i8"), lambda x: _upper(x[..., 32:96], 2) | _upper(x[..., :32], 1) | _q3_k(x)),
+    "Q4_K": _Type(Coding(4, group=32, sub="u8"), lambda x: _nibbles(x[..., 16:], 32) | _q4_k(x)),
+    "Q5_K": _Type(Coding(5, group=32, sub="u8"), lambda x: _nibbles(x[..., 48:], 32) | _upper(x[..., 16:48], 1) | _q4_k(x)),
+    "Q6_K": _Type(Coding(6, group=16, zero=32, sub="i8"), lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2) | _q6_k(x)),
+    "TQ1_0": _Type(Coding(2, group=256, zero=1), lambda x: _ternary(x) | {"scales": _half(x, 52)}),
+    "TQ2_0": _Type(Coding(2, group=256, zero=1), lambda x: _upper(x[..., :64], 2) | {"scales": _half(x, 64)}),
+    "IQ4_NL": _Type(Coding(4, group=32, levels=_IQ4), lambda x: _nibbles(x[..., 2:], 16) | _one(x)),
+    "IQ4_XS": _Type(Coding(4, group=32, levels=_IQ4, sub="i8"), lambda x: _nibbles(x[..., 8:], 16) | _iq4_xs(x)),
+    "IQ3_XXS": _Type(Coding(4, group=32, levels=_IQ3, sub="odd", unit=4), _iq3_xxs),
     "IQ3_S": _Type(
-        4, 32, lambda x: {"plane_index": x[..., 2:66], "plane_upper": x[..., 66:74], "plane1": x[..., 74:106], "sub": x[..., 106:]} | _one(x),
-        levels=_IQ3_S, sub="odd", unit=4,
+        Coding(4, group=32, levels=_IQ3_S, sub="odd", unit=4),
+        lambda x: {"plane_index": x[..., 2:66], "plane_upper": x[..., 66:74], "plane1": x[..., 74:106], "sub": x[..., 106:]} | _one(x),
     ),
-    "IQ2_XXS": _Type(4, 32, _iq2_xxs, levels=_IQ2, sub="odd", unit=8),
-    "IQ2_XS": _Type(4, 16, _iq2_xs, levels=_IQ2, sub="odd", unit=8),
+    "IQ2_XXS": _Type(Coding(4, group=32, levels=_IQ2, sub="odd", unit=8), _iq2_xxs),
+    "IQ2_XS": _Type(Coding(4, group=16, levels=_IQ2, sub="odd", unit=8), _iq2_xs),
     "IQ2_S": _Type(
-        4, 16, lambda x: {
+        Coding(4, group=16, levels=_IQ2, sub="odd", unit=8),
+        lambda x: {
             "plane_index": x[..., 2:34], "plane_upper": x[..., 66:74], "plane1": x[..., 34:66], "scales": _half(x, 0).float() / 8, "sub": x[..., 74:],
         },
-        levels=_IQ2, sub="odd", unit=8,
     ),
-    "IQ1_S": _Type(4, 32, _iq1_s, levels=_IQ1, sub="odd", unit=8),
-    "IQ1_M": _Type(4, 16, _iq1_m, levels=_IQ1, sub="odd", unit=8),
-    "MXFP4": _Type(4, 32, lambda x: _nibbles(x[..., 1:], 16) | {"sub": x[..., :1]}, levels=_MXFP4, sub="e8m0"),
+    "IQ1_S": _Type(Coding(4, group=32, levels=_IQ1, sub="odd", unit=8), _iq1_s),
+    "IQ1_M": _Type(Coding(4, group=16, levels=_IQ1, sub="odd", unit=8), _iq1_m),
+    "MXFP4": _Type(Coding(4, group=32, levels=_MXFP4, sub="e8m0"), lambda x: _nibbles(x[..., 1:], 16) | {"sub": x[..., :1]}),
 }  # fmt: skip
 
 
@@ -236,20 +231,19 @@ def _grid_of(kind: str) -> torch.Tensor:
     numbers = torch.from_numpy(layout.grid).squeeze((0, 1))
     if kind.startswith("IQ1"):  # in the second half, an eighth less instead of an eighth more
         numbers = torch.cat([numbers + 0.125, numbers - 0.125])
-    levels = torch.tensor(TYPES[kind].levels)
+    levels = torch.tensor(TYPES[kind].coding.levels)
     codes = (numbers[..., None] == levels).int().argmax(-1)
     return (codes << 4 * torch.arange(codes.shape[1])).sum(-1).to(torch.int32)
 
 
 def from_blocks(data: torch.Tensor, kind: str, *, transposed: bool = False) -> PackedTensor:
     """Returns the weight of blocks [..., bytes of a row] of a type in `TYPES`. `transposed`: rows are those of its columns."""
-    layout = TYPES[kind]
+    coding = TYPES[kind].coding
     rows = data.flatten(0, -2)
     pieces = [_parts_of(some, kind) for some in torch.split(rows, max(1, _AT_A_TIME // rows.shape[1]))]
     parts = {name: torch.cat([piece[name] for piece in pieces]).view(*data.shape[:-1], -1) for name in pieces[0]}
-    if layout.unit:
+    if coding.unit:
         parts["grid"] = _grid_of(kind)
-    coding = Coding(layout.bits, layout.levels, layout.zero, layout.group, layout.unit, layout.sub)
     return PackedTensor(coding, parts, transposed=transposed)
 
 
