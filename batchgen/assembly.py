@@ -239,7 +239,10 @@ def _merge_shards(spec: JobSpec, lease: Lease, plan: ShardPlan, tracker: Tracker
         stats = figures(outcomes.run, engine, setting, earlier=before)
         stats["job"]["runs"] = before["job"]["runs"]  # a merge is no run: it generates nothing
         stats |= outcomes.figures()
-        stats["shards"] = [_shard_line(shard) for shard in shards]
+        stats["shards"] = [  # the figures of each one's last run
+            {"shard": shard["shard"], "host": shard["host"], **{name: shard["stats"][name] for name in _OF_A_SHARD}}
+            for shard in shards
+        ]
         job.finish(stats)
         outcomes.tracker.show_notes(job.notes)
     chat = bool(spec.manifest.settings.get("chat"))
@@ -277,9 +280,3 @@ _OF_A_SHARD = (
     "rows", "rows_failed", "rows_resumed", "prompt_tokens", "prefill_tokens", "prefill_tokens_min", "completion_tokens",
     "completion_tokens_per_s", "rows_per_s", "seconds", "device", "memory_bytes_peak",
 )  # fmt: skip
-
-
-def _shard_line(shard: Mapping[str, Any]) -> dict[str, Any]:
-    """A shard's line in the figures of the whole job: those of its last run."""
-    stats = shard["stats"]
-    return {"shard": shard["shard"], "host": shard["host"], **{name: stats[name] for name in _OF_A_SHARD}}

@@ -419,10 +419,6 @@ class EngineConfig:
         return -(-self.block_tokens // self.chunk_size) * self.chunk_size
 
 
-def _parse_window(name: str, text: str) -> int | Literal["all"]:
-    return "all" if text == "all" else whole_number(name, text, "a number of rows or all")
-
-
 def _parse_kept_columns(name: str, text: str) -> tuple[str, ...] | None:
     columns = () if text == "none" else comma_list(name, text)
     if not columns and text != "none":
@@ -547,7 +543,7 @@ class JobConfig:
         group="Engine",
         metavar="all|ROWS",
         rules=[(lambda v: v == "all" or (type(v) is int and v >= 1), "all, or a whole number of at least 1")],
-        parse=_parse_window,
+        parse=lambda name, text: "all" if text == "all" else whole_number(name, text, "a number of rows or all"),
         shown="all; 4096 for -",
     )
     """None: all for files, 4,096 rows if input or output is a pipe, 50,000 rows for `order` "done"."""

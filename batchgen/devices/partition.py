@@ -50,7 +50,8 @@ def cut(leaves: Sequence[Leaf], plan: PrefixPlan, devices: int) -> list[Piece]:
     for i, leaf in enumerate(ordered):
         outer = nodes[i][0].parent if i in nodes else parents[i]
         shared.append(plan.nodes[outer].end if outer >= 0 else 0)
-        costs[owners.setdefault(leaf.request, i)] += len(leaf.tokens) - shared[i] + _to_generate(leaf)
+        to_generate = 0 if leaf.request.texts else DECODE_COST * leaf.request.max_tokens
+        costs[owners.setdefault(leaf.request, i)] += len(leaf.tokens) - shared[i] + to_generate
     sums = [0.0, *accumulate(costs)]
     limit = sums[-1] / (devices * PIECES)
 
@@ -176,10 +177,6 @@ class WaitingPieces:
         for piece in pieces:
             share.append(piece)
             self.waiting += piece.leaves
-
-
-def _to_generate(leaf: Leaf) -> int:
-    return 0 if leaf.request.texts else DECODE_COST * leaf.request.max_tokens
 
 
 def _piece(requests: Sequence[Request], cost: float, shared: int = 0) -> Piece:

@@ -20,7 +20,6 @@ from batchgen.kernels.dense_layer import (
     DenseStack,
     LayerNorms,
     Workspace,
-    can_join,
     in_one_call,
     joined,
     stack_forward,
@@ -133,11 +132,11 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
 
 
 def _run_as_kernels(linear: list[Any], norms: list[Any]) -> bool:
-    """Whether a layer's linear layers are packed and its norms (which may be None) are kernels, all in one type."""
+    """Whether a layer's linear layers are packed for one kernel and its norms (which may be None) are kernels, all in one type."""
     return (
         type(linear[0]) in (PackedLinear, Int8Linear)
         and all(type(part) is type(linear[0]) for part in linear)
-        and can_join(linear)
+        and len({(part.dtype, part.kind) for part in linear}) == 1
         and all(isinstance(norm, FusedNorm) and norm.dtype == linear[0].dtype for norm in norms if norm is not None)
     )
 

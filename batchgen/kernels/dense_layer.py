@@ -61,11 +61,6 @@ class LayerNorms(NamedTuple, Generic[T]):
     """Before the sum with the residual."""
 
 
-def can_join(linear: Sequence[Linear]) -> bool:
-    """Whether these layers have the same kernel."""
-    return len({(part.dtype, part.kind) for part in linear}) == 1
-
-
 def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
     """Joins layers that read the same x into one, whose memory they then share.
 

@@ -158,14 +158,11 @@ def code_digest(function: Any, owner: Any = None) -> str | None:
         if not isinstance(tree, ast.FunctionDef):
             return None
         parts[name] = repr((_plain(tree.args), _plain(tree.body[ast.get_docstring(tree) is not None :])))
-        called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
+        attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        called = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"}
         methods = ((name, inspect.getattr_static(owner, name, None)) for name in called - parts.keys())
         todo += [(name, method) for name, method in methods if isinstance(method, FunctionType)]
     return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:16]
-
-
-def _is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _plain(node: Any) -> Any:

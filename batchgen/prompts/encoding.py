@@ -75,19 +75,17 @@ class Encoder:
                 error = f"{what} has {len(text)} characters; more than {longest} are never tokenized"
                 out[i] = RowError("prompt_too_long", error)
         left = [i for i in range(len(texts)) if i not in out]
-        for i, tokens in zip(left, self._all([texts[i] for i in left], special), strict=True):
+        asked = [texts[i] for i in left]
+        found = self._shared.encode(asked, special) if self._shared else None
+        for i, tokens in zip(left, self._each(asked, special) if found is None else found, strict=True):
             if tokens is None:
                 out[i] = self._error(texts[i], special, what)
             else:
                 out[i] = self._with_one_bos(texts[i], tokens, special)
         return [out[i] for i in range(len(texts))]
 
-    def _all(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
-        shared = self._shared.encode(texts, special) if self._shared else None
-        return self._each(texts, special) if shared is None else shared
-
     def _each(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
-        """Tokenizes every text as a whole. Returns None for one that cannot be tokenized."""
+        """Tokenizes every text as a whole. Returns None for one that cannot be tokenized, which is found in ever smaller halves of its batch."""
         out: list[TokenArray | None] = []
         for batch in _text_batches(texts, self._limits):
             try:
@@ -95,15 +93,9 @@ class Encoder:
             except BaseException as e:
                 if not _of_a_text(e):
                     raise
-                out += self._halves(batch, special)
+                middle = len(batch) // 2
+                out += self._each(batch[:middle], special) + self._each(batch[middle:], special) if middle else [None]
         return out
-
-    def _halves(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
-        """Tokenizes each half by itself, to find the texts that cannot be tokenized."""
-        if len(texts) == 1:
-            return [None]
-        middle = len(texts) // 2
-        return self._each(texts[:middle], special) + self._each(texts[middle:], special)
 
     def _with_one_bos(self, text: str, tokens: TokenArray, special: bool) -> TokenArray:
         written = special and self._bos is not None and text.startswith(self._bos)

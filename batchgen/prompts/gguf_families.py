@@ -82,17 +82,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of a file's tensors."""
 
 
-def _nothing(values: Values, shapes: Shapes) -> Mapping[str, Any]:
-    return {}
-
-
 class GgufFamily(NamedTuple):
     """How the models of a type lie in a file."""
 
     model_type: str
     settings: Mapping[str, str] = {}
     """More names of settings by keys, beside `_COMMON`. The name "" stands for none: the shapes of weights are enough."""
-    more: Callable[[Values, Shapes], Mapping[str, Any]] = _nothing
+    more: Callable[[Values, Shapes], Mapping[str, Any]] = lambda values, shapes: {}
     """Returns the settings that no single key holds."""
     read: frozenset[str] = frozenset()
     """The keys that `more` and `gguf_rope.py` read, beside those that have a name."""
@@ -175,12 +171,8 @@ def _gemma4(values: Values, shapes: Shapes) -> dict[str, Any]:
     count = values["block_count"]
     window = _with_sliding_window(6)(values, shapes)
     slides = [kind == "sliding_attention" for kind in window["layer_types"]]
-
-    def of_layers(key: str) -> dict[bool, Any]:
-        """Returns the value for the layers with a window (True) and for those that see everything."""
-        return dict(zip(slides, _of_layers(values, key), strict=True))
-
-    heads, widths = of_layers("attention.head_count_kv"), values["feed_forward_length"]
+    heads = dict(zip(slides, _of_layers(values, "attention.head_count_kv"), strict=True))  # True: with a window
+    widths = values["feed_forward_length"]
     full = [i for i in range(count - values.get("attention.shared_kv_layers", 0)) if not slides[i]]
     return {
         **window, "num_key_value_heads": heads[True], "num_global_key_value_heads": heads.get(False),
@@ -292,10 +284,6 @@ def _delta_net(values: Values, shapes: Shapes) -> dict[str, Any]:
         **count, "linear_value_head_dim": values["ssm.inner_size"] // values["ssm.time_step_rank"],
         "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent] or None,
     }  # fmt: skip
-
-
-def _qwen3_next(values: Values, shapes: Shapes) -> dict[str, Any]:
-    return {**_delta_net(values, shapes), "norm_topk_prob": True}
 
 
 def _qwen35(values: Values, shapes: Shapes) -> dict[str, Any]:
@@ -524,7 +512,10 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "qwen35": GgufFamily("qwen3_5_text", _QWEN_DELTA, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0),
     "qwen35moe": GgufFamily("qwen3_5_moe_text", _QWEN_DELTA | _QWEN_MIXTURE, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0),
     "qwen3moe": GgufFamily("qwen3_moe", _QWEN_MIXTURE, lambda values, shapes: {"norm_topk_prob": True}, biases=_ATTENTION_BIAS),
-    "qwen3next": GgufFamily("qwen3_next", _QWEN_DELTA | _QWEN_MIXTURE, _qwen3_next, read=_QWEN35_KEYS, shift=1.0),
+    "qwen3next": GgufFamily(
+        "qwen3_next", _QWEN_DELTA | _QWEN_MIXTURE, lambda values, shapes: {**_delta_net(values, shapes), "norm_topk_prob": True},
+        read=_QWEN35_KEYS, shift=1.0,
+    ),
     "qwen3vl": GgufFamily("qwen3", read=_SECTIONS, biases=_ATTENTION_BIAS),
     "qwen3vlmoe": GgufFamily("qwen3_moe", _QWEN_MIXTURE, lambda values, shapes: {"norm_topk_prob": True}, read=_SECTIONS, biases=_ATTENTION_BIAS),
     "seed_oss": GgufFamily("seed_oss", biases=_LLAMA_BIASES | {"attention_out_bias": ".attn_output.bias"}),

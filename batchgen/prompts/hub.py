@@ -65,7 +65,10 @@ def load_failure(config: ModelConfig, what: str, error: BaseException) -> ModelE
             "install a newer transformers, or use another model",
         )
     if Path(config.model).is_dir():
-        return _folder_failure(config, what, error)
+        for name in ("tokenizer.json", "tokenizer_config.json") if what == "tokenizer" else ():
+            if (Path(config.model) / name).exists():
+                read_json(Path(config.model) / name)  # raises what is wrong with the file itself
+        return _unreadable(config, what, error)
     return _hub_failure(config, error) or _unreadable(config, what, error)
 
 
@@ -90,13 +93,6 @@ def _unreadable(config: ModelConfig, what: str, error: BaseException) -> ModelEr
         )
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return ModelError(f"the {what} of model {config.model!r} cannot be loaded: {lines[0].strip()}")
-
-
-def _folder_failure(config: ModelConfig, what: str, error: BaseException) -> ModelError:
-    for name in ("tokenizer.json", "tokenizer_config.json") if what == "tokenizer" else ():
-        if (Path(config.model) / name).exists():
-            read_json(Path(config.model) / name)  # raises what is wrong with the file itself
-    return _unreadable(config, what, error)
 
 
 def _hub_failure(config: ModelConfig, error: BaseException) -> ModelError | None:

@@ -335,11 +335,9 @@ class Renderer:
         return self._conversation(messages, where, self._for_chat(columns, how), how, images)
 
     def _from_body(self, body: Body, how: _How) -> _Found:
-        if body.model is not None and not _same_model(body.model, str(self._tokenizer.hf_tokenizer.name_or_path)):
-            self.note(
-                f"rows ask for model {body.model!r}; all rows are run on {self._tokenizer.hf_tokenizer.name_or_path!r}",
-                "model",
-            )
+        loaded = str(self._tokenizer.hf_tokenizer.name_or_path)
+        if body.model not in (None, loaded, loaded.rstrip("/").rsplit("/", 1)[-1]):
+            self.note(f"rows ask for model {body.model!r}; all rows are run on {loaded!r}", "model")
         embeds = self._head is not None and self._head.task == "embed"
         if (body.url == EMBEDDINGS) != embeds:
             how_to = f"with --embed it must be {EMBEDDINGS}" if embeds else "add --embed for it"
@@ -535,10 +533,6 @@ def _prompt_of(head: OutputHead | None, name: str | None) -> str:
         known = ", ".join(sorted(prompts)) or "none"
         raise UsageError(f"--prompt-name {name!r}: the model has no prompt of this name", f"it has {known}")
     return "" if name is None else prompts[name]
-
-
-def _same_model(asked: str, loaded: str) -> bool:
-    return asked == loaded or asked == loaded.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _priority(columns: Mapping[str, Any], name: str | None) -> float:

@@ -308,7 +308,8 @@ class Cuts:
             if words[i] == words[i - 1] or words[i] > words[-1] - _MIN_PIECES_AFTER + 1:
                 continue
             place = offsets[i][0] if whole.ids[i] in self._marks else offsets[i - 1][1]
-            if 0 < place <= stop and (whole.ids[i] in self._marks or _is_blank_after_visible(known, place)):
+            blank_after_visible = known[place : place + 1] in (" ", "\n") and not known[place - 1].isspace()
+            if 0 < place <= stop and (whole.ids[i] in self._marks or blank_after_visible):
                 yield place
         if self._unmergeable:
             place = known.rfind(" ", 1, max(1, stop + 1))
@@ -316,10 +317,6 @@ class Cuts:
                 if known[place - 1] in self._unmergeable:
                     yield place
                 place = known.rfind(" ", 1, place)
-
-
-def _is_blank_after_visible(text: str, place: int) -> bool:
-    return text[place] in " \n" and not text[place - 1].isspace()
 
 
 def _holds_blank(text: str) -> bool:
