@@ -11,7 +11,7 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.resources import files
@@ -60,6 +60,32 @@ class ReportPage:
 
     def __repr__(self) -> str:
         return f"<{_title(self.data)}: display it in a notebook, or .save('report.html')>"
+
+
+def report_plan(title: str, plan: Mapping[str, Any], tree: Mapping[str, Any] | None) -> ReportPage:
+    """Returns the report of a plan. `plan` is `PlanReport.as_dict`, `tree` the record of its prefix tree; None if sharing is off."""
+    return ReportPage(
+        {
+            "kind": "plan",
+            "title": title,
+            "state": "planned",
+            "missing": "" if tree else "no prefix tree (sharing is off, or there are no prompts)",
+            "plan": {name: value for name, value in plan.items() if name != "tree"},
+            "tree": tree,
+            "memory": _memory_bars(plan),
+        }
+    )
+
+
+def _memory_bars(plan: Mapping[str, Any]) -> Sequence[tuple[str, int]]:
+    """Returns the memory that a run needs, in bytes, as far as it is known."""
+    bars = [
+        ("weights", plan["weight_bytes"]),
+        ("KV of the longest row", plan["kv_bytes_least"]),
+        ("KV of all rows, shared", plan["kv_bytes_shared"]),
+        ("KV of all rows, unshared", plan["kv_bytes_unshared"]),
+    ]
+    return [(name, count) for name, count in bars if count]
 
 
 def check_report_file(file: str, option: str = "") -> None:

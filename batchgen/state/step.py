@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from batchgen.kernels import recurrent
 from batchgen.kernels.ops import are_known
-from batchgen.state import delta_rule, mamba, mamba2
+from batchgen.state import delta_rule, mamba
 from batchgen.state.cache import StateCache
 from batchgen.state.chunks import Chunks, chunks_of
 from batchgen.state.convolution import convolve_spans, unfold_spans
@@ -120,7 +120,7 @@ class StateStep:
             return recurrent.mamba2(x, dt, decay, b, c, skip_H, states, at.spans)
         x, b, c = (of.float() for of in (x, b, c))
         out = _run_spans(
-            at, states, (x, dt, b, c), torch.empty_like(x), partial(mamba2.mamba2_token, a_H), partial(mamba2.mamba2_chunks, a_H)
+            at, states, (x, dt, b, c), torch.empty_like(x), partial(mamba.mamba2_token, a_H), partial(mamba.mamba2_chunks, a_H)
         )  # fmt: skip
         return out if skip_H is None else out + skip_H[:, None] * x
 

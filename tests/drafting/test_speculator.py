@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, run_job
-from batchgen.drafting.chances import Chances, DraftKind
-from batchgen.drafting.guesses import LONGEST, DraftToken
+from batchgen.drafting.guesses import LONGEST, Chances, DraftKind, DraftToken
 from batchgen.drafting.payoff import MAX_REST, MEASURED_FIRST, REMEMBERED, Payoff
 from batchgen.drafting.speculator import Speculator
 from batchgen.request import leaves_of

@@ -13,7 +13,7 @@ from batchgen.kernels import recurrent
 from batchgen.kernels.fusion import FusedGatedNorm, fuse_small_parts
 from batchgen.state.convolution import convolve_spans
 from batchgen.state.delta_rule import delta_rule_token, normalized
-from batchgen.state.mamba2 import mamba2_token
+from batchgen.state.mamba import mamba2_token
 from support.numbers import BFLOAT16, FLOAT32, numbers
 
 pytestmark = pytest.mark.usefixtures("kernels")
