@@ -1,6 +1,6 @@
 """The families of GGUF files: what the keys of a file say of its model, and what llama.cpp's converter does to weights.
 
-A family is an entry of `FAMILIES`. Files of other architectures are refused (`gguf_settings.py`).
+A family is an entry of `FAMILIES`. Files of other architectures are refused (`gguf.py`).
 """
 
 from __future__ import annotations

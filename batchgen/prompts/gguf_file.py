@@ -15,6 +15,8 @@ import numpy as np
 
 from batchgen.errors import ModelError
 
+OTHER_FORMAT = "give the model in the format of transformers"
+"""What to do where a file is refused."""
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _NUMBERS = {

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import ModelError
-from batchgen.prompts.gguf_file import GgufFile
-from batchgen.prompts.gguf_settings import OTHER_FORMAT
+from batchgen.prompts.gguf_file import OTHER_FORMAT, GgufFile
 
 _LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 and 4 scale frequencies, beside their factor. A file holds the result alone."""

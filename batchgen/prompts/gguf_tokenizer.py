@@ -12,8 +12,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from batchgen.errors import ModelError
-from batchgen.prompts.gguf_file import GgufFile
-from batchgen.prompts.gguf_settings import OTHER_FORMAT
+from batchgen.prompts.gguf_file import OTHER_FORMAT, GgufFile
 
 _BLANK = "▁"
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -31,8 +31,7 @@ from batchgen.model.weights.gguf_families import (
 from batchgen.model.weights.packed import UnreadWeight, stays_in_16_bits
 from batchgen.prompts.gguf import gguf_header
 from batchgen.prompts.gguf_families import GgufFamily
-from batchgen.prompts.gguf_file import GgufTensor
-from batchgen.prompts.gguf_settings import OTHER_FORMAT
+from batchgen.prompts.gguf_file import OTHER_FORMAT, GgufTensor
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
