@@ -63,10 +63,10 @@ def _check_prompts(config: JobConfig, source: Input) -> None:
     template = None if prompts.template is None else RowTemplate(prompts.template)
     RowParams(prompts.row_params, config.sampling)  # refuses names of no parameter
     has_template = has_chat_template(config.model)
-    if prompts.chat is not False and (has_template is not False or prompts.chat_template is not None):
-        template_process().start()  # while the tokenizer is loaded
     if prompts.chat is False or (has_template is False and prompts.chat_template is None):
         chosen_template(SimpleNamespace(chat_template=None), prompts)
+    else:
+        template_process().start()  # while the tokenizer is loaded
     chat = prompts.chat_template is not None or has_template
     if chat is None or source.is_read_once() or any(is_url(file.name) for file in source.files):
         return
