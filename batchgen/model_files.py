@@ -247,15 +247,15 @@ def find_file(config: ModelConfig, name: str, *, fetch: bool = True) -> Path | N
     folder = Path(config.model).expanduser()
     if folder.exists():
         return folder / name if (folder / name).is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
 
+    if not fetch:
+        found = None if is_path(config.model) else try_to_load_from_cache(config.model, name, revision=config.revision)
+        return Path(found) if isinstance(found, str) else None
     try:
-        return Path(hf_hub_download(config.model, name, revision=config.revision, local_files_only=not fetch))
-    except (
-        EntryNotFoundError,
-        HFValidationError,
-    ):  # not there, offline and never fetched, or a folder that is not there
+        return Path(hf_hub_download(config.model, name, revision=config.revision))
+    except EntryNotFoundError:  # not there, or offline and never fetched
         return None
 
 

@@ -53,7 +53,7 @@ class _Pieces:
             if piece is None or self._next + size > len(piece):
                 piece = self._map(size + HUGE_PAGE)
                 self._newest = weakref.ref(piece)
-                self._next = -torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+                self._next = -_start_of(piece) % HUGE_PAGE
             at = self._next
             self._next += -(-size // ALIGNMENT) * ALIGNMENT
             return piece, at
@@ -108,6 +108,10 @@ def pieces_in(pieces: _Pieces) -> Iterator[None]:
         yield
     finally:
         _in_use.reset(token)
+
+
+def _start_of(piece: mmap.mmap) -> int:
+    return torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
 
 
 def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
