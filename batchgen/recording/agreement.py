@@ -174,9 +174,18 @@ def _is_json_of(value: Any, text: str) -> bool:
     if not text.startswith(("{", "[")):
         return False
     try:
-        return bool(parsed(text) == (parsed(value) if isinstance(value, str) else value))
+        return _is_same(parsed(text), parsed(value) if isinstance(value, str) else value)
     except (ValueError, RecursionError):
         return False
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal. In Python, `True == 1`."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 def _share(part: float, whole: float) -> float | None:

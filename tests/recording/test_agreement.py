@@ -1,6 +1,7 @@
 """Results are compared with the texts that the user expects."""
 
 import datetime as dt
+import json
 from decimal import Decimal
 from itertools import product
 
@@ -69,6 +70,14 @@ def test_objects_and_lists_are_compared_by_their_values():
         {"expected": "[1,2", "given": "[1,2", "rows": 1},
         {"expected": "[1, 2]", "given": "[1,2", "rows": 1},
     ]
+
+
+@pytest.mark.parametrize("value", [True, [True], {"a": [{"b": False}]}])
+def test_true_and_false_are_no_numbers_in_an_object_or_a_list(value):
+    text = json.dumps(value)
+    as_numbers = text.replace("true", "1").replace("false", "0")
+    assert [compared((given(text), other))["rows_right"] for other in (value, text, as_numbers)] == [1, 1, 0]
+    assert compared((given(as_numbers), value))["rows_right"] == 0
 
 
 def test_the_calibration_error_is_the_mean_difference_of_probability_and_share_over_the_bins():
