@@ -141,6 +141,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M -o pipe.jsonl", 2, "the output pipe.jsonl is a pipe or a device, which a file would replace; write rows to it with -o - > pipe.jsonl"),
     ("run R -m M -o pipe.jsonl --overwrite", 2, "the output pipe.jsonl is a pipe or a device, which a file would replace; write rows to it with -o - > pipe.jsonl"),
     ("run R -m M -o no/out.jsonl", 2, "there is no folder no to write to; create it with mkdir -p no"),
+    ("run R -m M -o mine.jsonl/no/out.jsonl", 2, "there is no folder mine.jsonl/no to write to; mine.jsonl is a file: use another place"),
     ("run R -m M -o in-the-way.jsonl", 2, "in-the-way.jsonl.job exists and is not a job's folder; move it, or use another -o"),
     ("run R -m M --stats no/s.json", 2, "--stats no/s.json cannot be written; name a file in a folder that exists"),
     # empty names

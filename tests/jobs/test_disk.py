@@ -1,5 +1,6 @@
 """Full disks and files that vanish under a running job: a one-line error, and the same command continues once that is repaired."""
 
+import errno
 import json
 import re
 import shutil
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.jobs.files.disk import write_stats
+from batchgen.errors import OutputError
+from batchgen.jobs.files.disk import write_stats, writing
 from support.harness import Job, read_output, stored_keys
 from support.params import slow_but
 
@@ -38,6 +40,13 @@ def test_a_file_that_cannot_grow_ends_the_run_in_one_line_and_finished_rows_are_
     assert len(set(kept)) == len(kept)
     job.check_output(finished=False)
     job.go_on()
+
+
+def test_too_few_files_that_may_be_open_are_not_blamed_on_the_disk() -> None:
+    again = "run the same command again: finished rows are kept"
+    said = f"o.jsonl.job cannot be written: Too many open files; raise the limit of open files (ulimit -n) and {again}"
+    with pytest.raises(OutputError, match=f"^{re.escape(said)}$"), writing("o.jsonl.job"):
+        raise OSError(errno.EMFILE, "Too many open files")
 
 
 @linux

@@ -32,6 +32,7 @@ _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDE
 _HINTS = {
     errno.ENOSPC: "free some space and run the same command again: finished rows are kept",
     errno.EDQUOT: "free some of your quota and run the same command again: finished rows are kept",
+    errno.EMFILE: "raise the limit of open files (ulimit -n) and run the same command again: finished rows are kept",
     errno.ENOENT: "its folder was removed while the job ran: run the same command again",
     errno.EROFS: "write to another place with -o or --work-dir",
     errno.EACCES: "check the permissions, or write to another place with -o or --work-dir",
@@ -42,7 +43,9 @@ _HINTS = {
 def check_parent(folder: Path) -> None:
     """Raises `UsageError` if the folder that would hold this one does not exist."""
     if not folder.parent.is_dir():
-        raise UsageError(f"there is no folder {folder.parent} to write to", f"create it with mkdir -p {folder.parent}")
+        file = next((above for above in folder.parents if above.is_file()), None)
+        hint = f"create it with mkdir -p {folder.parent}" if file is None else f"{file} is a file: use another place"
+        raise UsageError(f"there is no folder {folder.parent} to write to", hint)
 
 
 def writing(what: str | Path) -> AbstractContextManager[None]:
