@@ -74,6 +74,7 @@ FEW_TOKENS = 16
 """A node of fewer tokens is listed only if it saves a hundredth of the prompt tokens."""
 GROUPS = 10
 EXCERPT_TOKENS = 64
+_BEGINS_AGAIN = "the same command begins the plan again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ def plan_job(
     if shards is not None:
         config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
-    with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
+    with Signals(0, _BEGINS_AGAIN) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = open_input(config, None)
         _check_with_input(config, source, write_template)
         tracker.phase("loading tokenizer")

@@ -11,7 +11,7 @@ BatchgenError            exit 1: the job failed; finished rows are kept
 ├── OutputLocked         exit 75: another run holds this output
 └── ClosedPipe           exit 141: standard output was closed by its reader
 
-Interrupted              exit 128 + signal: stopped by a signal (a `KeyboardInterrupt`); the same command continues
+Interrupted              exit 128 + signal: stopped by a signal (a `KeyboardInterrupt`); the same command continues a job
 RowError                 ends no job: one row fails, the others continue
 """
 
@@ -20,6 +20,8 @@ from __future__ import annotations
 import signal as _signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+CONTINUES = "run the same command again to continue"
 
 
 class BatchgenError(Exception):
@@ -72,7 +74,7 @@ class OutOfMemory(BatchgenError):
 class DevicesLost(BatchgenError):
     """The processes of all devices have ended unexpectedly."""
 
-    def __init__(self, message: str, hint: str = "run the same command again to continue") -> None:
+    def __init__(self, message: str, hint: str = CONTINUES) -> None:
         super().__init__(message, hint)
 
 
@@ -92,15 +94,12 @@ class ClosedPipe(BatchgenError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has stopped the job. Finished rows are kept, and the same command continues, unless rows went to standard output (not `kept`).
+    """A signal has stopped a command. `after` says what the same command does then: that of a job continues, unless rows went to standard output.
 
     It is a `KeyboardInterrupt`, not an `Exception`, so that a signal also ends a program that catches the errors of each of its jobs.
     """
 
-    def __init__(self, signum: int, *, kept: bool = True) -> None:
-        after = "run the same command again to continue"
-        if not kept:
-            after = "standard output keeps nothing: the same command begins again"
+    def __init__(self, signum: int, after: str = CONTINUES) -> None:
         super().__init__(f"interrupted by {_signal.Signals(signum).name}; {after}")
         self.signum, self.exit_code = signum, 128 + signum
 

@@ -55,6 +55,8 @@ KEEP_SHARE = 0.02
 ADVICE_BELOW = 0.5
 """A run that shares less of its prompt tokens than this looks for what would share more."""
 
+_STDOUT_KEEPS_NOTHING = "standard output keeps nothing: the same command begins again"
+
 
 def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
     """Runs a job, or one shard of it, to its end, or continues it where an earlier run stopped. Merges the shards and pushes the output if asked to.
@@ -131,7 +133,7 @@ def _run_job(config: JobConfig, progress: Progress, measured: int | None = None)
                 tracker.stopped()
                 if isinstance(e, Interrupted):
                     if isinstance(job, StdoutJob):
-                        raise Interrupted(e.signum, kept=False) from None
+                        raise Interrupted(e.signum, _STDOUT_KEEPS_NOTHING) from None
                     generation.note_kept()
                 raise
             finally:

@@ -13,10 +13,11 @@ import pytest
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import EngineConfig, InputLimits, PromptConfig
 from batchgen.dry_run import computed_dtype, kv_bytes_per_token
-from batchgen.errors import InputCorrupt, UsageError
+from batchgen.errors import InputCorrupt, Interrupted, UsageError
 from batchgen.kernels import isa
 from batchgen.model_report import report_model
 from batchgen.prompts import load_tokenizer
+from support.progress import Recorder, in_phase, interrupt
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
@@ -44,6 +45,12 @@ def test_an_input_that_breaks_off_has_no_plan(window, tiny_model_dir, tmp_path):
     source.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows()).encode())[:-9])
     with pytest.raises(InputCorrupt, match=r"in\.jsonl\.gz"):
         plan_job(config_of(tiny_model_dir, source, window=window))
+
+
+def test_an_interrupted_plan_says_that_it_begins_again(tiny_model_dir, write_jsonl):
+    progress = Recorder(in_phase("planning"), interrupt)
+    with pytest.raises(Interrupted, match=r"^interrupted by SIGINT; the same command begins the plan again$"):
+        plan_job(config_of(tiny_model_dir, write_jsonl(rows())), progress)
 
 
 def test_a_plan_predicts_the_prefill_of_the_run(tiny_model_dir, write_jsonl):

@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
-from batchgen.errors import Interrupted
+from batchgen.errors import CONTINUES, Interrupted
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -26,8 +26,9 @@ class Signals:
     where Python allows no handlers, none are installed.
     """
 
-    def __init__(self, grace: float) -> None:
-        self._grace = grace
+    def __init__(self, grace: float, after: str = CONTINUES) -> None:
+        """`after`: that of `Interrupted`."""
+        self._grace, self._after = grace, after
         self._before: dict[int, Any] = {}
         self._first: int | None = None
         self._drain_until = 0.0
@@ -54,7 +55,7 @@ class Signals:
             self._first = signum
             self._drain_until = time.monotonic() + self._grace
         if self._at_once or second:
-            raise Interrupted(self._first or signum)
+            raise Interrupted(self._first or signum, self._after)
 
     def stop(self) -> str | None:
         """Returns what the engine must do: None to go on, "drain" to start nothing new, "now" to stop at this step."""
@@ -67,7 +68,7 @@ class Signals:
     def check(self) -> None:
         """Raises `Interrupted` if a signal has arrived."""
         if self._first is not None:
-            raise Interrupted(self._first)
+            raise Interrupted(self._first, self._after)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
