@@ -169,7 +169,7 @@ def plan_job(
                 if shards is not None:
                     costs.add(in_window_order(requests))
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
-        advice = advice_for(config, tokenizer, prompts.date, sample)
+        advice = advice_for(config, tokenizer, prompts, sample)
         tracker.show_notes([*source.notes, *prompts.notes, *filter(None, [context_note(tokenizer.hf_config)])])
         report = plan.report({"shards": cuts, "measured": measured}, advice, chat=prompts.chat)
         _write_files(report, config.report, write_template, tracker)

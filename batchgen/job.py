@@ -403,14 +403,17 @@ def _finish_job(setup: JobSetup, job: Store, generation: _Generation) -> JobRepo
     with outcomes.run.timed("write"):
         job.end_output()
     stats = generation.figures() | outcomes.figures()
+    in_order, advice = isinstance(job, JobFolder) and setup.window_size is None, None
+    if in_order and stats["rows"] >= SAMPLE_ROWS and stats["shared_fraction"] < ADVICE_BELOW:
+        # While the folder has the rows' images. A signal ends the search, and the job is finished all the same.
+        with suppress(Interrupted), generation.signals.interruptible():
+            advice = advice_for(setup.config, setup.tokenizer, setup.prompts, evenly(setup.rows, SAMPLE_ROWS))
     job.finish(stats)
     outcomes.tracker.show_notes(job.notes)
     write_stats(setup.config.stats, stats)
     if isinstance(job, ShardFolder):
         outcomes.tracker.note(job.what_is_left(merges=setup.config.merge))
-    elif setup.window_size is None and stats["rows"] >= SAMPLE_ROWS and stats["shared_fraction"] < ADVICE_BELOW:
-        advice = advice_for(setup.config, setup.tokenizer, setup.prompts.date, evenly(setup.rows, SAMPLE_ROWS))
-        outcomes.tracker.show_notes([] if advice is None else [advice.text])
+    outcomes.tracker.show_notes([] if advice is None else [advice.text])
     return JobReport(
         stats,
         setup.spec.output,

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from batchgen import (
@@ -171,6 +172,51 @@ def test_a_stopped_job_whose_folder_was_moved_finds_the_images_that_it_keeps(mod
     stats = run(model, output="elsewhere/o.jsonl", limits=TINY).stats
     assert answers("elsewhere/o.jsonl") == expected
     assert stats["rows_resumed"] >= 4
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of four images at URLs, whenever one of them is fetched."""
+    names: list[str] = []
+    cat_file = MemoryFileSystem.cat_file
+
+    def counted(self: MemoryFileSystem, path: str, **options: Any) -> bytes:
+        names.append(path)
+        return bytes(cat_file(self, path, **options))
+
+    for i in range(4):
+        MemoryFileSystem().pipe_file(f"/{i}.png", Path(f"p/{i}.png").read_bytes())
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    return names
+
+
+@pytest.mark.parametrize("way", ["plan", "standard output", "a run that ends with advice"])
+def test_the_image_of_a_url_is_fetched_once(way, model, fetched):
+    write(
+        [
+            {"prompt": f"{i * 7919:06} is read now, and what does it show?", "page": f"memory://{i % 4}.png"}
+            for i in range(256)
+        ]
+    )
+    template = "{{ prompt }}{{ page }}" + "Be strict and say only what you see. " * 2
+    prompts = PromptConfig(image_column=("page",), template=template)
+    config = config_of(model, prompts=prompts, sampling=SamplingParams(max_tokens=1), limits=InputLimits(read_rows=100))
+    notes = Recorder()
+    if way == "plan":
+        assert plan_job(config).advice is not None
+    else:
+        run_job(replace(config, output="-", window=100) if way == "standard output" else config, notes)
+    assert sorted(fetched) == [f"/{i}.png" for i in range(4)]
+    if way == "a run that ends with advice":
+        assert [note for note in notes.notes if "put what rows have in common before what differs" in note] != []
+        assert sorted(path.name for path in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
+
+
+@pytest.mark.usefixtures("model")
+def test_a_loaded_model_fetches_an_image_again_in_its_next_call(ask, fetched):
+    row = {"prompt": QUESTIONS[0], "page": "memory://0.png"}
+    assert [ask(row, image_column=("page",)).failed for _ in range(2)] == [False, False]
+    assert fetched == ["/0.png"] * 2
 
 
 @pytest.mark.usefixtures("model")

@@ -241,6 +241,8 @@ class ImageStore:
         self._download_s, self._pauses_s = download_s, pauses_s
         self.folder: Path | None = None
         """Where they are kept; None for a temporary folder of this process."""
+        self.fetch_once = True
+        """Whether a URL that the folder has is not fetched again. A program that runs on may want what the URL has now."""
         self._known: dict[tuple[str, int, int], ImageFile] = {}
         """By path, time of the last change and size; at most `KNOWN`."""
 
@@ -296,11 +298,12 @@ class ImageStore:
         return found
 
     def _fetched_earlier(self, url: str, named: str) -> ImageFile | None:
-        """Returns the image that the job has fetched from a URL, in this run or before it was killed; None if there is none, whole."""
-        if self.folder is None:  # a program that runs on may want what the URL has now
+        """Returns the image that was fetched from a URL, in this run or before the job was killed; None if there is none, whole."""
+        if not self.fetch_once:
             return None
         try:
-            path = self.folder.absolute() / (self.folder / _name_of(url)).read_text("ascii")
+            folder = (self.folder or self._temporary).absolute()
+            path = folder / (folder / _name_of(url)).read_text("ascii")
             file = self._of_file(str(path), named)
         except (OSError, ValueError, RowError):
             return None
@@ -309,7 +312,7 @@ class ImageStore:
     def _kept(self, file: ImageFile, data: bytes, url: str | None) -> ImageFile:
         """Returns the image as a file in the folder of images."""
         try:
-            folder = self._temporary if self.folder is None else self.folder
+            folder = self.folder or self._temporary
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / file.digest.hex()
             if not path.exists() or path.stat().st_size != len(data):  # a power cut may leave an empty file

@@ -1,5 +1,6 @@
 """Advice names the change that would save the most prompt tokens of the job's own rows, and what it saves."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import PromptConfig
 from batchgen.errors import OutputError, UsageError
-from batchgen.jobs.order.advice import advise, best_order
-from support.progress import Recorder
+from batchgen.jobs.order.advice import Advice, advise, best_order
+from support.progress import Recorder, interrupt
+from support.records import json_rows
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -119,15 +121,33 @@ def test_no_template_is_written_where_none_is_better_or_given(tiny_model_dir, wr
         plan(tiny_model_dir, source, INSTRUCTION, write_template=str(tmp_path / "none" / "best.jinja"))
 
 
-def test_a_run_that_shares_little_ends_with_the_advice(tiny_chat_model_dir, tmp_path, write_jsonl):
-    notes = Recorder()
+@pytest.fixture
+def shares_little(tiny_chat_model_dir, tmp_path, write_jsonl):
+    """A job that advice is sought for."""
     source = write_jsonl([{"review": f"{i * 7919 % 1000}"} for i in range(256)])
-    config = JobConfig(
+    return JobConfig(
         inputs=(str(source),),
         output=str(tmp_path / "o.jsonl"),
         model=ModelConfig(model=str(tiny_chat_model_dir)),
         prompts=PromptConfig(template="{{review}}\n\n" + INSTRUCTION),
         sampling=SamplingParams(max_tokens=1),
     )
-    run_job(config, notes)
+
+
+def test_a_run_that_shares_little_ends_with_the_advice(shares_little):
+    notes = Recorder()
+    run_job(shares_little, notes)
     assert [note for note in notes.notes if "in another order" in note] != []
+
+
+def test_a_signal_after_the_last_row_ends_the_search_for_advice_and_the_job_is_finished(shares_little, monkeypatch):
+    def advise_late(*_):
+        interrupt()
+        time.sleep(0)  # let Python run the handler
+        return Advice("placement", "too late", 256, 1, 1, 1)
+
+    monkeypatch.setattr("batchgen.jobs.order.advice.advise", advise_late)
+    notes = Recorder()
+    report = run_job(shares_little, notes)
+    assert (report.exit_code, len(json_rows(shares_little.output))) == (0, 256)
+    assert "too late" not in notes.notes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import permutations
 from typing import Any
 
@@ -47,16 +46,14 @@ class Advice:
     """The template in its best order."""
 
 
-def advice_for(
-    config: JobConfig, tokenizer: LoadedTokenizer, date: datetime | None, rows: Sequence[Row]
-) -> Advice | None:
-    """Returns what would save the most prompt tokens of a job, by these rows of its input; None if nothing saves enough. `date` is that of the job."""
+def advice_for(config: JobConfig, tokenizer: LoadedTokenizer, own: PromptBuilder, rows: Sequence[Row]) -> Advice | None:
+    """Returns what would save the most prompt tokens of a job, by these rows of its input; None if nothing saves enough. `own` is the job's builder."""
     good = [row for row in rows if row.error is None]
 
     def tokens_of(template: str | None) -> list[TokenArray]:
-        # A builder of its own: that of a job does not build any more once the job has read its input.
+        # The job's builder does not build any more once the job has read its input.
         prompts = config.prompts if template is None else replace(config.prompts, template=template)
-        builder = PromptBuilder(tokenizer, prompts, config.sampling, now=date)
+        builder = PromptBuilder(tokenizer, prompts, config.sampling, now=own.date, images=own.images)
         return [built.tokens for built in builder.build(good) if isinstance(built, Request)]
 
     return advise(config.prompts.template, [row.columns for row in good], tokens_of, tokenizer.decode)
