@@ -24,6 +24,10 @@ def configuration(file: Path, architecture: str = "llama", **parts: Any) -> Any:
     return load_tokenizer(ModelConfig(model=file)).hf_config
 
 
+HEADS = {"attention.key_length": 12, "attention.value_length": 12}
+DELTA = {"ssm.inner_size": 16, "ssm.time_step_rank": 2, "ssm.group_count": 2, "ssm.state_size": 8}
+
+
 @pytest.mark.parametrize(
     ("architecture", "settings", "expected"),
     [
@@ -31,15 +35,47 @@ def configuration(file: Path, architecture: str = "llama", **parts: Any) -> Any:
         ("gemma3", {"final_logit_softcapping": 3.0}, {"final_logit_softcapping": 3.0}),
         ("gemma3", {"attention.sliding_window_pattern": 2, "block_count": 2}, {"layer_types": ["sliding_attention", "full_attention"]}),
         ("gpt2", {"context_length": 96}, {"n_positions": 96}),
-        ("llama", {"attention.key_length": 12, "attention.value_length": 12}, {"head_dim": 12}),
-        ("nemotron", {"attention.layer_norm_epsilon": 0.25, "attention.key_length": 12, "attention.value_length": 12}, {"norm_eps": 0.25, "head_dim": 12}),
+        ("llama", HEADS, {"head_dim": 12}),
+        ("nemotron", {"attention.layer_norm_epsilon": 0.25, **HEADS}, {"norm_eps": 0.25, "head_dim": 12}),
         ("phi3", {"attention.sliding_window": 0}, {"sliding_window": None}),
         ("qwen2", {"attention.key_length": 12}, {"head_dim": 12}),
+        # Heads may be those of each layer or of all.
+        *(("lfm2", {"attention.head_count_kv": heads}, {"layer_types": ["full_attention"], "num_key_value_heads": 2}) for heads in (2, [2])),
+        # Gemma divides the products of attention by the size of a head, except with 27b: 16 numbers in two heads.
+        *(
+            (name, {"block_count": layers, "attention.key_length": 4, "attention.value_length": 4}, {"query_pre_attn_scalar": by})
+            for name, layers, by in (("gemma2", 26, 4), ("gemma2", 46, 8), ("gemma3", 46, 4), ("gemma3", 62, 8))
+        ),
+        # What changes nothing is not refused.
+        ("llama", {"expert_count": 0, "attention.clamp_kqv": 0.0, "attention.causal": True, "pooling_type": 3}, {}),
+        ("llama", {"attention.sliding_window": 64, "expert_gating_func": 1, "vision.block_count": 4, "mm.tokens_per_image": 256}, {}),
     ],
 )  # fmt: skip
 def test_a_setting_is_that_of_the_file(tmp_path, architecture, settings, expected):
     config = configuration(tmp_path / "m.gguf", architecture, settings=settings)
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parts", "expected"),
+    [
+        # Without dimensions whole heads are rotated.
+        *(
+            (name, {"rope": {"dimension_count": None}, "settings": DELTA if name == "qwen3next" else {}}, {"partial_rotary_factor": 1.0})
+            for name in ("stablelm", "phi2", "glm4", "chatglm", "nemotron", "minimax-m2", "qwen3next")
+        ),
+        # A factor of 2023 has its old name.
+        ("llama", {"rope": {"scale_linear": 4.0}}, {"rope_type": "linear", "factor": 4.0}),
+        ("llama", {"rope": {"scale_linear": 4.0, "scaling.factor": 2.0}}, {"factor": 2.0}),
+        # Without a base it is that of llama also where the models have others.
+        ("minimax-m2", {}, {"rope_theta": 10000.0}),
+        ("lfm2", {"settings": {"attention.head_count_kv": [2]}}, {"rope_theta": 10000.0}),
+        ("llama", {"tensors": {"rope_freqs.weight": [1.0] * 4}}, {"rope_type": "default"}),
+    ],
+)  # fmt: skip
+def test_a_setting_of_the_rotary_embedding_is_that_of_the_file(tmp_path, architecture, parts, expected):
+    rope = configuration(tmp_path / "m.gguf", architecture, **parts).rope_parameters
+    assert {name: rope[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -73,17 +109,6 @@ def test_a_model_whose_file_has_an_output_head_uses_it(tmp_path, architecture):
     untied = configuration(tmp_path / "untied.gguf", architecture, settings=settings, tensors=head)
     tied = configuration(tmp_path / "tied.gguf", architecture, settings=settings)
     assert (untied.tie_word_embeddings, tied.tie_word_embeddings) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "layers", "expected"), [("gemma2", 26, 4), ("gemma2", 46, 8), ("gemma3", 46, 4), ("gemma3", 62, 8)]
-)
-def test_gemma_divides_the_products_of_attention_by_the_size_of_a_head_except_with_27b(
-    tmp_path, architecture, layers, expected
-):
-    settings = {"block_count": layers, "attention.key_length": 4, "attention.value_length": 4}
-    config = configuration(tmp_path / "m.gguf", architecture, settings=settings)
-    assert config.query_pre_attn_scalar == expected  # 8: 16 numbers in two heads
 
 
 NOT_READ = [
@@ -132,23 +157,6 @@ def test_what_batchgen_does_not_read_of_a_file_is_refused_by_name(tmp_path, arch
     assert str(e.value) == f"{message.format(file)}; give the model in the format of transformers"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"expert_count": 0, "attention.clamp_kqv": 0.0, "attention.causal": True, "pooling_type": 3},
-        {"attention.sliding_window": 64, "expert_gating_func": 1, "vision.block_count": 4, "mm.tokens_per_image": 256},
-    ],
-)
-def test_a_setting_that_changes_nothing_is_not_refused(tmp_path, settings):
-    assert configuration(tmp_path / "m.gguf", "llama", settings=settings).model_type == "llama"
-
-
-@pytest.mark.parametrize("heads", [2, [2]])
-def test_heads_of_a_file_may_be_those_of_each_layer_or_of_all(tmp_path, heads):
-    config = configuration(tmp_path / "m.gguf", "lfm2", settings={"attention.head_count_kv": heads})
-    assert (config.layer_types, config.num_key_value_heads) == (["full_attention"], 2)
-
-
 # -- the rotary embedding
 
 
@@ -164,8 +172,6 @@ def test_frequencies_that_a_file_has_divided_are_those_of_llama_3_1(tmp_path):
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 500000.0 ** (-torch.arange(0, 8, 2) / 8)
     torch.testing.assert_close(scaled, plain / torch.tensor(LLAMA3))
-    whole = configuration(tmp_path / "whole.gguf", tensors={"rope_freqs.weight": [1.0] * 4})
-    assert whole.rope_parameters["rope_type"] == "default"
 
 
 @pytest.mark.parametrize(
@@ -200,28 +206,6 @@ def test_frequencies_of_llama_4_are_divided_wholly_or_not_at_all(tmp_path):
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 500000.0 ** (-torch.arange(4) / 4)
     assert torch.allclose(plain / scaled, torch.tensor(factors["rope_freqs.weight"]))
-
-
-@pytest.mark.parametrize("architecture", ["stablelm", "phi2", "glm4", "chatglm", "nemotron", "minimax-m2", "qwen3next"])
-def test_a_file_without_dimensions_rotates_whole_heads(tmp_path, architecture):
-    settings = {"ssm.inner_size": 16, "ssm.time_step_rank": 2, "ssm.group_count": 2, "ssm.state_size": 8}
-    settings = settings if architecture == "qwen3next" else {}
-    config = configuration(tmp_path / "m.gguf", architecture, rope={"dimension_count": None}, settings=settings)
-    assert config.rope_parameters["partial_rotary_factor"] == 1.0
-
-
-def test_a_factor_of_2023_is_used_under_its_old_name(tmp_path):
-    old = configuration(tmp_path / "old.gguf", rope={"scale_linear": 4.0}).rope_parameters
-    assert (old["rope_type"], old["factor"]) == ("linear", 4.0)
-    both = configuration(tmp_path / "both.gguf", rope={"scale_linear": 4.0, "scaling.factor": 2.0}).rope_parameters
-    assert both["factor"] == 2.0
-
-
-def test_a_file_without_a_base_has_the_one_of_llama(tmp_path):
-    for architecture in ("minimax-m2", "lfm2"):  # whose models have others
-        settings = {"attention.head_count_kv": [2]} if architecture == "lfm2" else {}
-        config = configuration(tmp_path / f"{architecture}.gguf", architecture, settings=settings)
-        assert config.rope_parameters["rope_theta"] == 10000.0
 
 
 def test_factors_for_long_texts_are_those_of_phi_3(tmp_path):
