@@ -104,9 +104,6 @@ def test_a_model_without_the_head_that_the_command_needs_is_refused(cli, classif
         headless = cli(command, path, "-m", tiny_model_dir, "--classify")
         assert headless.code == 1
         assert "has no classification head (its architecture is LlamaForCausalLM)" in headless.err
-    openai = cli("run", path, "-m", classifier, "--classify", "--output-format", "openai", "-o", "o.jsonl")
-    assert openai.code == 2
-    assert "--output-format openai cannot hold classes" in openai.err
 
 
 @pytest.mark.parametrize(

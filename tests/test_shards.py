@@ -343,10 +343,8 @@ def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir, s
     assert Path("empty.jsonl").read_bytes() == b""
 
 
-def test_standard_streams_and_remote_outputs_cannot_have_shards(tiny_model_dir, source):
+def test_the_shards_of_a_remote_output_need_a_folder(tiny_model_dir, source):
     config = config_of(tiny_model_dir, shard="1/2")
-    with pytest.raises(UsageError, match="--shard reads the input twice, which <stdin> does not allow; use a file"):
-        run_job(replace(config, inputs=("-",)))
     with pytest.raises(UsageError, match=r"the shards of s3://b/o\.jsonl need a folder that all of them see"):
         run_job(replace(config, output="s3://b/o.jsonl"))
     with pytest.raises(UsageError, match=r"^there is no folder none to write to; create it with mkdir -p none$"):

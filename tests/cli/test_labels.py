@@ -37,18 +37,6 @@ def test_labels_may_be_the_lines_of_a_file_or_a_list_in_one(labelled, write_json
         assert labelled(source, "--choices", f"@{file}")[0] == wanted
 
 
-@pytest.mark.parametrize("text", ["", " \n\n", "[]", None])
-def test_no_labels_are_refused_and_no_text_is_generated_instead(cli, tiny_model_dir, tmp_path, text):
-    source, file = tmp_path / "prompts.jsonl", tmp_path / "labels.txt"
-    source.write_text('{"prompt": "a"}\n')
-    file.write_text(text or "")
-    given = "[]" if text is None else f"@{file}"
-    ended = cli("run", source, "-m", tiny_model_dir, "-o", tmp_path / "o.jsonl", "--choices", given)
-    error = f"batchgen: error: --choices {given} has no labels; give two or more different texts"
-    assert (ended.code, ended.err.strip()) == (2, error)
-    assert not (tmp_path / "o.jsonl").exists()
-
-
 def test_labels_of_a_rows_own_column_win_over_the_commands(labelled, write_jsonl):
     own: list[Any] = [["x", "yz"], '["x, y", "z"]', "x, yz ,q", None, "", [], ["x"], ["x", 1], {"a": 1}]
     source = write_jsonl([{"prompt": "a", "labels": value} for value in own])

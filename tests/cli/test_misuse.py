@@ -25,6 +25,8 @@ def make_files(folder: Path) -> None:
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "bad.j2").write_text("{{ prompt")
     (folder / "other.j2").write_text("{{ question }}")
+    (folder / "good.j2").write_text("{{ prompt }}")
+    (folder / "blank.txt").write_text(" \n\n")
     (folder / "schema.json").write_text('{"type": "strin"}')
     (folder / "list.json").write_text("[1]")
     (folder / "folder").mkdir()
@@ -65,6 +67,9 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --score --choices a,b", 2, "--score cannot be combined with --choices; leave one of them out"),
     ("run R -m M --choices [\"a\",1]", 2, "--choices must be texts, and one is 1: put it in quotes"),
     ("run R -m M --choices @nowhere.txt", 2, "--choices nowhere.txt cannot be read: No such file or directory; check the path"),
+    ("run R -m M --choices []", 2, "--choices [] has no labels; give two or more different texts"),
+    ("run R -m M --choices @blank.txt", 2, "--choices @blank.txt has no labels; give two or more different texts"),
+    ("run R -m M --choices @list.json", 2, "--choices must be texts, and one is 1: put it in quotes"),
     ("run R -m M --choices-column prompt -n 2", 2, "--choices-column cannot be combined with --n; leave one of them out"),
     ("run R -m M --expect nr", 2, "no row has the column 'nr' of --expect; the input has 'prompt'"),
     ("run R -m M --top-choices 3", 2, "--top-choices is for labels; add --choices or --choices-column, or leave it out"),
@@ -84,6 +89,9 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --ray --device cuda:0,1", 2, "with --ray the cluster chooses the devices; use --device cpu or cuda, or leave it out"),
     ("run R -m M --batch-size big", 2, "--batch-size must be a whole number or auto, not 'big'"),
     ("run R -m M --kv-memory lots", 2, f"--kv-memory 'lots' is not a size; {SIZE}"),
+    ("run - -m M -o o.jsonl --window all", 2, "--window all reads the input twice, which <stdin> does not allow; use --window ROWS, or a file"),
+    ("run R -m M -o - --window all", 2, "--window all writes no row before all rows are done; name an output with -o"),
+    ("run R -m M --window all --order done", 2, "--window all cannot be combined with --order done; use --window ROWS"),
     ("run R -m M --window some", 2, "--window must be a number of rows or all, not 'some'"),
     ("plan R -m M --shards 0", 2, "--shards must be at least 1, not 0"),
     ("plan R -m M --measure 0", 2, "--measure must be at least 1, not 0"),
@@ -102,6 +110,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --output-format openai --score", 2, "--output-format openai cannot hold scores; leave out one of --output-format and --score"),
     # options that do not go together
     ("run R -m M --embed --classify", 2, "--embed and --classify cannot be combined; leave one of them out"),
+    ("run R -m M --classify --output-format openai", 2, "--output-format openai cannot hold classes; leave out one of --output-format and --classify"),
     ("run R -m M --embed --score", 2, "--embed cannot be combined with --score; leave one of them out"),
     ("run R -m M --embed --choices a,b", 2, "--embed cannot be combined with --choices; leave one of them out"),
     ("run R -m M --embed --quantize int8", 2, "--quantize is for models that write text, not for --embed; leave it out"),
@@ -113,12 +122,17 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --shard 0/4", 2, "--shard '0/4' is not a part of a job; use 1/4, 2/4, 3/4 and 4/4 for four"),
     ("run R -m M --shard 1/4 --overwrite", 2, "--overwrite would delete the work of the other shards; delete the output and its .job folder instead"),
     ("run R -m M --shard 1/4 --order done", 2, "--shard cuts the prefix order of the whole input; leave out --window and --order done"),
+    ("run - -m M -o o.jsonl --shard 1/2", 2, "--shard reads the input twice, which <stdin> does not allow; use a file"),
     ("run R -m M --shard 1/2 -o -", 2, "--shard writes no row before all rows are done; name an output with -o"),
     ("run R -m M --merge", 2, "--merge is for a run with --shard; name the shard, or use batchgen merge OUTPUT"),
     # prompts
     ("run R -m M --template nowhere.j2", 2, "--template nowhere.j2 cannot be read: No such file or directory; check the path"),
     ("run R -m M --template {{prompt}}", 2, "--template takes a file, not the template itself; write it to a file: --template FILE"),
     ("run R -m M --system latin.txt", 2, "--system latin.txt is the name of a file; write --system @latin.txt for the text in it"),
+    ("plan R -m M --write-template best.j2", 2, "--write-template is for a job with a template; name one with --template"),
+    ("plan R -m M --template good.j2 --write-template good.j2", 2, "--write-template good.j2 holds the job's template already; name another file"),
+    ("plan R -m M --template good.j2 --write-template rows.jsonl", 2, "--write-template rows.jsonl would replace rows.jsonl, which the job needs; name another file"),
+    ("plan R -m M --template good.j2 --write-template no/best.j2", 2, "--write-template no/best.j2 cannot be written; name a file in a folder that exists"),
     ("run R -m M --template latin.txt", 2, "--template latin.txt is not UTF-8 text; save it as UTF-8"),
     ("run R -m M --template other.j2", 2, "no row has the column 'question' of --template; the input has 'prompt'"),
     ("run R -m M --system @nowhere.txt", 2, "--system nowhere.txt cannot be read: No such file or directory; check the path"),
@@ -135,6 +149,8 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run 123456 -m M", 2, "no such file: 123456; check the path"),
     ("run a\x1b]0;x\x07.jsonl -m M", 2, "no such file: a\\x1b]0;x\\x07.jsonl; check the path"),
     ("run R -m M -o mine.jsonl", 2, "mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"),
+    ("run R -m M -o out", 2, "the output out has an unknown suffix; use .jsonl, .csv, .tsv (or one of them with .gz or .zst) or .parquet, or - for standard output"),
+    ("run R -m M -o o.parquet.gz", 2, "the output o.parquet.gz would be compressed twice; Parquet is compressed inside: leave the suffix out"),
     ("run R -m M -o folder", 2, "the output folder is a folder; name a file in it"),
     ("run R -m M -o loop.jsonl", 2, "the output loop.jsonl is a link that leads back to itself; remove it, or name a file"),
     ("run R -m M -o astray.jsonl", 2, "the output astray.jsonl is a link to gone/away.jsonl, whose folder does not exist; check the link"),
@@ -144,6 +160,10 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M -o mine.jsonl/no/out.jsonl", 2, "there is no folder mine.jsonl/no to write to; mine.jsonl is a file: use another place"),
     ("run R -m M -o in-the-way.jsonl", 2, "in-the-way.jsonl.job exists and is not a job's folder; move it, or use another -o"),
     ("run R -m M --stats no/s.json", 2, "--stats no/s.json cannot be written; name a file in a folder that exists"),
+    ("run R -m M --report r.txt", 2, "--report r.txt is not the name of a page; name a file that ends in .html"),
+    ("run R -m M --report r.html -o -", 2, "--report is for a job with an output file: standard output keeps nothing; name one with -o"),
+    ("report no.jsonl", 2, "there is no job of no.jsonl: neither no.jsonl nor no.jsonl.job exists; name the output of a run, with the --work-dir of that run"),
+    ("report R", 2, "rows.jsonl has no rows of batchgen's, and no job's folder; name the output of a run"),
     # empty names
     ("run EMPTY -m M -o o.jsonl", 2, "an input has an empty name; name a file, a folder, a glob or - for standard input"),
     ("run R -m EMPTY", 2, "--model must be a name that is not empty, not ''"),

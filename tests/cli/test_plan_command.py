@@ -107,17 +107,6 @@ def test_results_of_other_settings_tell_nothing_and_the_refusal_is_told(cli, sou
     assert cli("run", *asked, "--max-tokens", "8").code == 2
 
 
-def test_the_template_of_the_job_is_not_replaced(cli, source, tiny_model_dir, tmp_path):
-    template = tmp_path / "t.j2"
-    template.write_text("{{ prompt }}")
-    for name in (template, source):
-        outcome = cli("plan", source, "-m", tiny_model_dir, "--template", template, "--write-template", name)
-        assert outcome.code == 2
-        what = "holds the job's template already" if name == template else f"would replace {name}"
-        assert f"--write-template {name} {what}" in outcome.err
-    assert template.read_text() == "{{ prompt }}"
-
-
 def test_an_ellipsis_is_three_dots_where_the_encoding_lacks_it():
     assert [for_encoding("a…", name) for name in ("utf-8", "cp1252", "latin-1", "ascii")] == [
         "a…",

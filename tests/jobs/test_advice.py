@@ -8,8 +8,8 @@ import pytest
 
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import PromptConfig
-from batchgen.errors import OutputError, UsageError
-from batchgen.jobs.order.advice import Advice, advise, best_order
+from batchgen.errors import OutputError
+from batchgen.jobs.order.advice import advise, best_order
 from support.progress import Recorder, interrupt
 from support.records import json_rows
 
@@ -109,16 +109,10 @@ def test_a_plan_writes_the_template_that_saves_what_it_says(tiny_model_dir, writ
             plan(tiny_model_dir, source, "{{review}}\n\n" + INSTRUCTION, write_template="/dev/full")
 
 
-def test_no_template_is_written_where_none_is_better_or_given(tiny_model_dir, write_jsonl, tmp_path):
+def test_no_template_is_written_where_none_is_better(tiny_model_dir, write_jsonl, tmp_path):
     source, best = write_jsonl(ROWS), tmp_path / "best.jinja"
     plan(tiny_model_dir, source, INSTRUCTION + "\n\n{{review}}", write_template=str(best))
     assert not best.exists()
-    with pytest.raises(UsageError, match="--write-template is for a job with a template"):
-        plan(tiny_model_dir, source, None, write_template=str(best))
-    with pytest.raises(
-        UsageError, match=r"--write-template .*none/best\.jinja cannot be written; name a file in a folder"
-    ):
-        plan(tiny_model_dir, source, INSTRUCTION, write_template=str(tmp_path / "none" / "best.jinja"))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from batchgen import JobConfig, PromptConfig, SamplingParams
 from batchgen.errors import RowError, UsageError
 from batchgen.records import Row, RowForm, output_of, row_form
-from batchgen.records.output import output_format, output_row
+from batchgen.records.output import output_row
 from batchgen.result import Result
 
 DONE = Result(row=4, text="Yes.", finish_reason="stop", prompt_tokens=9, completion_tokens=3, token_ids=(5, 6, 7))
@@ -102,20 +102,6 @@ def test_the_output_is_beside_the_input_by_default(tmp_path, monkeypatch, name, 
 def test_other_inputs_need_a_named_output(inputs, message):
     with pytest.raises(UsageError) as caught:
         output_of(JobConfig(inputs=tuple(inputs), model="M"))
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("o.json", "the output o.json has an unknown suffix; use .jsonl, .csv, .tsv (or one of them with .gz or .zst) or .parquet, or - for standard output"),
-        ("out", "the output out has an unknown suffix; use .jsonl, .csv, .tsv (or one of them with .gz or .zst) or .parquet, or - for standard output"),
-        ("o.parquet.gz", "the output o.parquet.gz would be compressed twice; Parquet is compressed inside: leave the suffix out"),
-    ],
-)  # fmt: skip
-def test_an_output_of_an_unknown_kind_is_refused(output, message):
-    with pytest.raises(UsageError) as caught:
-        output_format(output)
     assert str(caught.value) == message
 
 

@@ -123,19 +123,6 @@ def test_the_plan_is_drawn_before_anything_runs(cli, source, tiny_model_dir, tmp
     assert list(tmp_path.glob("*.job")) == []
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(cli, source, tiny_model_dir, tmp_path):
-    for arguments, message in [
-        (("--report", "r.txt"), "--report r.txt is not the name of a page; name a file that ends in .html"),
-        (
-            ("--report", "r.html", "-o", "-"),
-            "--report is for a job with an output file: standard output keeps nothing; name one with -o",
-        ),
-    ]:
-        outcome = cli("run", source, "-m", tiny_model_dir, *arguments)
-        assert (outcome.code, outcome.err) == (2, f"batchgen: error: {message}\n")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["prompts.jsonl"]
-
-
 def test_what_a_program_gets_displays_itself_in_a_notebook(source, tiny_model_dir, tmp_path):
     config = JobConfig(
         inputs=source, model=tiny_model_dir, output=tmp_path / "o.jsonl", work_dir=tmp_path, sampling={"max_tokens": 5}
@@ -146,17 +133,3 @@ def test_what_a_program_gets_displays_itself_in_a_notebook(source, tiny_model_di
         check_tree(page.data["tree"])
     assert report.page().html == report_job(str(tmp_path / "o.jsonl"), str(tmp_path)).html
     assert replace(report, output="-")._repr_html_() is None
-
-
-def test_without_a_job_the_message_says_what_to_name(cli, source, tmp_path):
-    outcome = cli("report", tmp_path / "no.jsonl")
-    assert outcome.code == 2
-    assert outcome.err == (
-        f"batchgen: error: there is no job of {tmp_path / 'no.jsonl'}: neither {tmp_path / 'no.jsonl'} nor {tmp_path / 'no.jsonl.job'} exists; "
-        "name the output of a run, with the --work-dir of that run\n"
-    )
-    outcome = cli("report", source)
-    assert outcome.code == 2
-    assert outcome.err == (
-        f"batchgen: error: {source} has no rows of batchgen's, and no job's folder; name the output of a run\n"
-    )
