@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.errors import OutputError, RowError, UsageError
-from batchgen.jobs.files.disk import check_file, write_stats
+from batchgen.errors import RowError, UsageError
+from batchgen.jobs.files.disk import check_file
 from batchgen.result import Result
 from batchgen.stats import (
     EngineStats,
@@ -129,18 +129,6 @@ def test_counts_of_rows_come_back_from_json():
         counts.add(result)
     assert (counts.rows, counts.ok, counts.failed, counts.truncated, counts.unanswered) == (3, 2, 1, 1, 1)
     assert RowCounts(**json.loads(json.dumps(vars(counts)))) == counts
-
-
-def test_a_stats_file_in_a_missing_folder_is_refused(tmp_path):
-    path = tmp_path / "nowhere" / "stats.json"
-    with pytest.raises(UsageError) as error:
-        check_file("--stats", str(path))
-    assert str(error.value) == f"--stats {path} cannot be written; name a file in a folder that exists"
-    with pytest.raises(OutputError, match="cannot be written: No such file or directory"):
-        write_stats(str(path), {})
-    check_file("--stats", str(tmp_path / "stats.json"))
-    check_file("--stats", "stats.json")
-    check_file("--stats", None)
 
 
 @pytest.mark.parametrize(

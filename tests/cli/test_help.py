@@ -57,15 +57,6 @@ def test_help_is_whole_at_every_width(columns, cli, monkeypatch):
         assert max(map(len, shown.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("choices", "choices_column"), ("choices_column", "score"), ("image_column", "image_max_pixels")],
-)
-def test_an_option_stands_behind_the_one_that_explains_it(first, second):
-    names = list(RUN)
-    assert names.index(first) < names.index(second)
-
-
 def test_plan_takes_every_option_of_run():
     assert {p.name for p in COMMANDS["plan"].params} == {*RUN, "as_json", "measure", "shards", "write_template"}
 

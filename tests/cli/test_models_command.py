@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import transformers
 
-from batchgen.kernels import isa
-
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
 Break = Callable[[Path], Any]
 
@@ -243,16 +241,6 @@ def test_a_model_that_would_run_is_told_from_its_configuration_and_what_there_is
     ]
     shown = json.loads(cli("models", folder, "--json").out)
     assert (shown["verified"], shown["chat_template"]) == (True, chat_template)
-
-
-def test_a_model_that_this_machine_computes_in_another_type_says_so(cli, tiny_chat_model_dir, tmp_path, monkeypatch):
-    folder = Path(shutil.copytree(tiny_chat_model_dir, tmp_path / "model"))
-    settings(dtype="bfloat16")(folder)
-    monkeypatch.setattr(isa, "has_bfloat16", lambda: False)
-    monkeypatch.setattr(isa, "features", lambda: frozenset({"avx2"}))
-    lines = cli("models", folder).out.splitlines()
-    assert lines[3].endswith("in the vocabulary, bfloat16, which this machine computes in float32")
-    assert lines[5] == "KV        256 B per token"
 
 
 @pytest.mark.parametrize(("name", "lines"), [("llava", ["images    shown to the model"]), ("llama", [])])

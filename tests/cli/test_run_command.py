@@ -16,16 +16,6 @@ def test_a_file_of_prompts_in_a_file_of_completions_out(cli, write_jsonl, tiny_m
     assert [(row["id"], row["prompt"], row["x"]) for row in rows] == [(0, "one", 1), (1, "two", 2)]
 
 
-def test_the_same_command_again_does_nothing_and_says_so(cli, write_jsonl, tiny_model_dir):
-    source = write_jsonl([{"prompt": "one"}, {"prompt": 2}])
-    arguments = ("run", source, "-m", tiny_model_dir, "--max-tokens", "3")
-    assert cli(*arguments).code == 3
-    outcome = cli(*arguments)
-    output = source.with_name("prompts.out.jsonl")
-    assert (outcome.code, outcome.out) == (3, "")
-    assert outcome.err == f"batchgen: {output} is complete (2 rows, 1 of them failed): nothing to do\n"
-
-
 def test_failed_rows_are_counted_and_the_first_reasons_shown(cli, write_jsonl, tiny_model_dir):
     bad = ['{"prompt": "a"', "[1]", '{"prompt": null}', '{"prompt": 5}', '{"q": "x"}', '{"prompt": ""}', '"text"']
     source = write_jsonl([{"prompt": "fine"}, *bad])

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from batchgen import LLM, EngineConfig, Result, SamplingParams
+from batchgen import LLM, EngineConfig, SamplingParams
 from support.fakes import ThreadProcess, threads_as_processes
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
@@ -38,28 +38,6 @@ def test_each_device_runs_a_prefix_of_all_prompts_once(started, tiny_model_dir):
     before = llm.stats.prefill_tokens
     llm.generate([f"{SHARED}x{i:02d}" for i in range(40)], PARAMS)
     assert llm.stats.prefill_tokens - before < len(SHARED)
-    llm.close()
-
-
-def test_prompts_are_added_watched_and_cancelled_while_it_runs(started, tiny_model_dir):
-    llm = LLM(str(tiny_model_dir), device="cpu:0,1")
-    results: dict[int, Result] = {}
-    tokens: list[tuple[int, int, int]] = []
-    endless = SamplingParams(max_tokens=400, ignore_eos=True)
-
-    def on_token(*drawn: int) -> None:
-        tokens.append((drawn[0], drawn[1], drawn[2]))
-        if len(tokens) == 1:
-            llm.add(["two"], PARAMS, on_result=done)
-
-    def done(result: Result) -> None:
-        results[result.row] = result
-        llm.cancel(first)
-
-    (first,) = llm.add(["one"], endless, on_result=done, on_token=on_token)
-    llm.run()
-    assert (results[1].completion_tokens, results[first].finish_reason) == (6, "cancelled")
-    assert [token for row, _, token in tokens if row == first] == list(results[first].token_ids)
     llm.close()
 
 

@@ -257,15 +257,6 @@ def test_rows_after_the_limit_that_are_to_be_tried_again_stay_in_the_output(runs
     assert runs.run(prompts, limit=20)[0] == []
 
 
-@pytest.mark.parametrize("window", [None, 2])
-def test_a_limit_takes_no_finished_row_away_that_stands_behind_new_ones(runs, window):
-    prompts = finished(runs, 6)
-    answered, report = runs.run(["new 0", "new 1", "new 2", *prompts], limit=2, window=window)
-    assert answered == ["new 0", "new 1"]
-    assert runs.texts() == [f"a: {prompt}" for prompt in ["new 0", "new 1", *prompts]]
-    assert report.stats["rows_resumed"] == 6
-
-
 @pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_refused_run_keeps_every_result_also_of_rows_that_it_has_tried_again(runs, name, window):

@@ -64,22 +64,6 @@ def test_a_named_column_may_be_missing_in_the_whole_first_window(runs, window):
         runs.run(rows, window=window, prompts=PromptConfig(row_params=("top_k",)), overwrite=True)
 
 
-def test_rows_with_given_finish_reasons_run_again_on_request(runs):
-    runs.reason = lambda prompt: {"1": "timeout", "2": "length"}.get(prompt[-1], "stop")
-    _, report = runs.run(PROMPTS)
-    expected = {"stop": 32, "length": 4, "timeout": 4, "error": 0}
-    assert report.stats["finish_reasons"] == report.stats["job"]["finish_reasons"] == expected
-    assert runs.run(PROMPTS, retry_errors=True)[0] == []
-    answered, report = runs.run(PROMPTS, retry=("timeout",), most=2)
-    assert (len(answered), report) == (2, None)
-    runs.reason = lambda prompt: "stop"
-    again, report = runs.run(PROMPTS, retry=("timeout",))
-    assert sorted([*answered, *again]) == ["p1", "p11", "p21", "p31"]
-    assert report.stats["job"]["finish_reasons"] == {"stop": 34, "length": 4, "timeout": 2, "error": 0}
-    assert len(runs.run(PROMPTS, retry=("timeout", "length"))[0]) == 6
-    assert runs.run(PROMPTS, retry=("timeout", "length"))[0] == []
-
-
 def test_a_finished_job_is_recognised_before_a_tokenizer_is_loaded(runs):
     _, first = runs.run(PROMPTS)
     written = runs.output.stat().st_mtime_ns

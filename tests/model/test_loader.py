@@ -64,17 +64,6 @@ def test_on_cuda_weights_are_loaded_directly_to_the_device(tiny_model_dir, accel
     assert asked.get("moved") == (None if accelerate else cuda)
 
 
-def test_an_unverified_architecture_is_checked_and_the_user_told(tiny_model_dir, monkeypatch):
-    seen = []
-    monkeypatch.setattr(loader, "is_verified", lambda config: False)
-    monkeypatch.setattr(loader, "self_check", lambda config, **options: seen.append((config.model_type, options)))
-    assert load(tiny_model_dir).notes == (
-        "models of type 'llama' are not on the verified list; "
-        "a small model of this type was checked against transformers and agreed",
-    )
-    assert seen == [("llama", {"trust_remote_code": False, "revision": None})]
-
-
 LOADED = """
 import sys
 from pathlib import Path

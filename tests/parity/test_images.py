@@ -348,27 +348,6 @@ def test_text_rows_do_not_load_the_encoder(sees: Sees) -> None:
 
 
 @QWEN
-def test_an_image_that_breaks_after_the_reading_fails_its_rows_alone(sees: Sees, tmp_path: Path) -> None:
-    requests = sees.build(CONVERSATIONS)
-    config = ModelConfig(model=str(sees.folder), device="cpu", dtype="float32")
-    model = load_model(config, sees.tokenizer)
-    whole = (sees.folder / "1.png").read_bytes()
-    try:
-        (sees.folder / "1.png").write_bytes(whole[: len(whole) // 2])
-        results = run(
-            Engine(model, sees.tokenizer, EngineConfig(kv_memory="64MiB", debug=True, batch_size=2)), requests
-        )
-    finally:
-        (sees.folder / "1.png").write_bytes(whole)
-    broken = [1 in pictures(messages) for messages in CONVERSATIONS]
-    assert [result.error_type for result in results] == ["invalid_image" if b else None for b in broken]
-    assert all(f"'{sees.folder}/1.png' cannot be read" in str(r.error_message) for r in results if r.error_type)
-    expected = sees.expected()
-    for result, (_, tokens), failed in zip(results, expected, broken, strict=True):
-        assert failed or list(result.token_ids) == tokens
-
-
-@QWEN
 @pytest.mark.parametrize("limit", slow_but(["FEATURE_SHARE"], ["FEATURE_BYTES", "FEATURE_SHARE"]))
 def test_features_beyond_the_limit_are_encoded_again(sees: Sees, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"batchgen.model.vision.{limit}", 0)
