@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
-from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors, UsageError
+from batchgen import EngineConfig, JobConfig, PromptConfig, SamplingParams, run_job
+from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors
 from batchgen.model import loader
 from batchgen.progress import GENERATING
 from batchgen.prompts import PromptBuilder
@@ -37,11 +37,6 @@ def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
     options.setdefault("sampling", SamplingParams(max_tokens=4))
     options.setdefault("output", str(source.with_name("out.jsonl")))
     return JobConfig(inputs=source, model=model, **options)
-
-
-def test_a_job_needs_an_input():
-    with pytest.raises(UsageError, match=r"^no input; name a file, a folder, a glob or - for standard input$"):
-        JobConfig(inputs=(), model=ModelConfig(model="m"))
 
 
 @pytest.fixture

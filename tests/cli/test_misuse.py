@@ -177,6 +177,7 @@ MISUSES: list[tuple[str, int, str]] = [
     # models
     ("run R -m nowhere/", 1, "model folder 'nowhere/' does not exist; use a local folder with config.json and the tokenizer's files, or a hub name such as org/model"),
     ("plan R -m M --lora nowhere/", 1, "there is no adapter folder 'nowhere/'; give a folder, or a hub name such as org/adapter"),
+    ("run R -m rows.jsonl", 1, "model 'rows.jsonl' is a file; give the folder that holds config.json, the weights and the tokenizer's files"),
     ("run R -m M --revision v1", 1, "--revision 'v1' names a revision on the hub, and 'MODEL' is a local folder; leave --revision out"),
 ]  # fmt: skip
 """Command line, exit code, message."""

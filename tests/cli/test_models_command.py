@@ -86,6 +86,14 @@ def sharded(folder: Path, *, lose: str = "", index: bool = True, then: Break = l
 
 
 @breaks
+def pickled(folder: Path) -> None:
+    """Leaves weights in a pickled shard alone, with its index."""
+    (folder / "model.safetensors").rename(folder / "pytorch_model-00001-of-00001.bin")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+@breaks
 def tensors(folder: Path, change_one: Callable[[dict[str, Any]], Any]) -> None:
     """Changes the tensors of the weights."""
     from safetensors.torch import load_file, save_file
@@ -119,6 +127,11 @@ HEADLESS = (
 )
 ORIGINAL = "give the original model, or one quantized in a way that docs/quantized.md lists"
 
+PICKLED = (
+    "the model 'M' has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any program; convert them "
+    "on a machine where that is safe (from_pretrained and save_pretrained of transformers), or use another model or --revision"
+)
+
 BROKEN: dict[str, tuple[Break, str]] = {
     # no model
     "empty folder": (only(), "model folder 'M' is empty; give the folder that holds the model"),
@@ -139,6 +152,11 @@ BROKEN: dict[str, tuple[Break, str]] = {
     # another program's
     "gguf": (only(m__Q4_K_M__gguf="GGUF"),
         "M/m.Q4_K_M.gguf is cut inside its header; the download was not completed: download it again"),
+    "no gguf": (only(m__gguf="PK"), "M/m.gguf is not a GGUF file; download it again"),
+    "gguf is a web page": (only(m__gguf="<html>"), "M/m.gguf is a web page, not the file itself; download it with `hf download`"),
+    "several gguf": (only(a__gguf="GGUF", b__gguf="GGUF"), "model folder 'M' holds 2 GGUF files; give one of them: M/a.gguf"),
+    "part of a gguf": (only(**{"m-00001-of-00002__gguf": b"GGUF" + bytes(30)}),
+        "M/m-00001-of-00002.gguf is one part of a GGUF file; put the parts together with `llama-gguf-split --merge` of llama.cpp"),
     "adapter": (only(
             adapter_config__json=json.dumps({"base_model_name_or_path": "org/base", "peft_type": "LORA"}),
             adapter_model__safetensors=b"\x02\0\0\0\0\0\0\0{}",
@@ -164,6 +182,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
         f"the model in 'M' is quantized with AQLM, which batchgen does not read; {ORIGINAL}"),
     "hqq": (settings(quantization_config={"quant_method": "hqq", "bits": 4}),
         f"the model in 'M' is quantized with HQQ, which batchgen does not read; {ORIGINAL}"),
+    "quantized without a name": (settings(quantization_config={"bits": 4}),
+        f"the model in 'M' is quantized with a method that its quantization_config does not name, which batchgen does not read; {ORIGINAL}"),
     "float8 without scales": (settings(dtype="float8_e4m3fn"),
         "the weights in 'M' are float8_e4m3fn without scales, which batchgen does not read; give the original model"),
     "unknown dtype": (settings(dtype="half"),
@@ -181,8 +201,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "weights are gone": (without("model.safetensors"), f"model folder 'M' has no weights (model.safetensors); {AGAIN}"),
     "weights are a dead link": (_dead_link,
         "M/model.safetensors is a link to a file that does not exist; download the model again"),
-    "pickled weights": (renamed("pytorch_model.bin"),
-        "the model 'M' has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any program; convert them on a machine where that is safe (from_pretrained and save_pretrained of transformers), or use another model or --revision"),
+    "pickled weights": (renamed("pytorch_model.bin"), PICKLED),
+    "pickled shards": (pickled(), PICKLED),
     "weights of another name": (renamed("consolidated.safetensors"),
         "model folder 'M' has consolidated.safetensors, but no model.safetensors; rename it if it holds all weights in the format of transformers, or download the version that has model.safetensors"),
     "a shard is gone": (sharded(lose="model-00002-of-00002.safetensors"),
@@ -209,6 +229,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "models of type 'roberta' are not supported: they are encoders, in which a token also sees the tokens after it"),
     "an encoder by its settings": (settings(is_causal=False),
         "this model of type 'llama' is not supported: it is an encoder (is_causal is false), in which a token also sees the tokens after it"),
+    "generation config is cut": (text("generation_config.json", "{"),
+        "M/generation_config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); copy the file from the model again"),
+    "generation config is a list": (text("generation_config.json", "[1]"),
+        "M/generation_config.json holds no JSON object; copy the file from the model again"),
     "no length": (settings(max_position_embeddings=-1),
         "the configuration of model 'M' does not say how long its context is; add max_position_embeddings to its config.json"),
 }  # fmt: skip

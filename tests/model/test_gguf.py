@@ -97,27 +97,6 @@ def test_a_job_runs_on_a_folder_with_a_gguf_file_and_recognizes_it_again(model, 
     assert gguf_file(ModelConfig(model=folder)) is None
 
 
-def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path):
-    part = tmp_path / "m-00001-of-00002.gguf"
-    part.write_bytes(b"GGUF" + bytes(30))
-    web = tmp_path / "web.gguf"
-    web.write_text("<html>")
-    other = tmp_path / "other.gguf"
-    other.write_text("PK")
-    for path, message in (
-        (tmp_path, f"model folder '{tmp_path}' holds 3 GGUF files; give one of them: {part}"),
-        (
-            part,
-            f"{part} is one part of a GGUF file; put the parts together with `llama-gguf-split --merge` of llama.cpp",
-        ),
-        (web, f"{web} is a web page, not the file itself; download it with `hf download`"),
-        (other, f"{other} is not a GGUF file; download it again"),
-    ):
-        with pytest.raises(ModelError) as e:
-            load_tokenizer(ModelConfig(model=path))
-        assert str(e.value) == message
-
-
 def test_a_projector_is_refused_and_passed_over_beside_a_language_model(model, tmp_path):
     projector = write_vocabulary(tmp_path / "a-mmproj.gguf", ["a"], architecture="clip")
     for path in (projector, tmp_path):

@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
@@ -53,20 +51,6 @@ def test_pickles_beside_a_model_are_not_opened(folder, tmp_path):
     assert not mark.exists()
     pickle.loads((folder / NAMES[0]).read_bytes())
     assert mark.exists()  # unpickling them would have been noticed
-
-
-def test_pickled_weights_in_shards_are_refused_with_the_fix(folder, tmp_path):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model-00001-of-00001.bin")
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError) as e:
-        load(folder)
-    assert str(e.value) == (
-        f"the model {str(folder)!r} has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any "
-        "program; convert them on a machine where that is safe (from_pretrained and save_pretrained of transformers), "
-        "or use another model or --revision"
-    )
 
 
 def own_code(folder: Path, name: str, **changes: object) -> Path:

@@ -18,7 +18,7 @@ from batchgen.model.weights.packed import packed_weights
 from batchgen.model.weights.quantized import is_weight_only
 from batchgen.model.weights.variants import check_quantization, check_stored
 from batchgen.model.weights.weight_size import StoredTensor
-from batchgen.model_files import MLX, UNNAMED
+from batchgen.model_files import MLX
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.images import unshown
 from batchgen.prompts.tokenizer import load_config
@@ -42,18 +42,6 @@ def weight_of(tensors: dict[str, torch.Tensor], settings: dict[str, Any], folder
     save_file(tensors, folder / "model.safetensors")
     found = packed_weights("org/name", [folder / "model.safetensors"], settings)["a.weight"][...]
     return found.unpacked() if isinstance(found, PackedTensor) else found
-
-
-@pytest.mark.parametrize("method", ["experts_int8", "modelopt_fp4", "gemma", UNNAMED])
-def test_a_method_that_batchgen_does_not_know_is_refused(method: str) -> None:
-    config = AutoConfig.for_model("llama")
-    config.quantization_config = {"quant_method": method} if method != UNNAMED else {"bits": 4}
-    with pytest.raises(ModelError) as e:
-        check_quantization("org/name", config)
-    assert str(e.value) == (
-        f"the model 'org/name' is quantized with {method}, which batchgen does not read; "
-        "give the original model, or one quantized in a way that docs/quantized.md lists"
-    )
 
 
 def test_settings_of_older_bitsandbytes_checkpoints_name_no_method() -> None:

@@ -70,24 +70,6 @@ def test_the_context_length_comes_from_the_tokenizer_if_the_configuration_has_no
     assert (
         load(tools.save_model(tmp_path / "b", tokenizer=tokenizer, config={"model_type": "bloom"})).context_length == 20
     )
-    silent = tools.save_model(tmp_path / "c", config={"model_type": "bloom"})
-    assert failure(silent) == (
-        f"the configuration of model {silent!r} does not say how long its context is; "
-        "add max_position_embeddings to its config.json"
-    )
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ("{", "is not JSON: Expecting property name "),
-        ("[1]", "holds no JSON object; copy the file from the model again"),
-    ],
-)
-def test_a_generation_config_that_cannot_be_read_is_named(tools, tmp_path, content, why):
-    folder = tools.save_model(tmp_path)
-    (tmp_path / "generation_config.json").write_text(content)
-    assert failure(folder).startswith(f"{tmp_path / 'generation_config.json'} {why}")
 
 
 def test_a_hub_that_cannot_be_reached_is_an_error_that_tells_how_to_work_offline(monkeypatch, tmp_path):
@@ -123,15 +105,13 @@ LOCAL = "use a local folder with config.json and the tokenizer's files"
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("m.safetensors", {}, "model 'm.safetensors' is a file; give the folder that holds config.json, the weights and the tokenizer's files"),
         ("m.gguf", {"revision": "main"}, "--revision 'main' names a revision on the hub, and 'm.gguf' is a local file; leave --revision out"),
         ("what is this?", {}, f"model 'what is this?' is neither a folder nor a hub name; {LOCAL}, or a hub name such as org/model"),
     ],
 )  # fmt: skip
 def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(tmp_path, monkeypatch, model, options, message):
     monkeypatch.chdir(tmp_path)
-    for name in ("m.safetensors", "m.gguf"):
-        (tmp_path / name).write_text("GGUF")
+    (tmp_path / "m.gguf").write_text("GGUF")
     assert failure(model, **options) == message
 
 

@@ -140,9 +140,7 @@ def test_a_column_whose_chunks_have_different_dictionaries_is_returned_whole(llm
         assert [error is None for error in out["error"].to_pylist()] == [True] * 4 + [False]
 
 
-def test_a_list_is_a_type_error_and_a_table_without_prompts_a_usage_error(llm):
-    with pytest.raises(TypeError, match=r"a DataFrame of pandas or polars, or a datasets.Dataset, not builtins.list"):
-        llm.generate_table([{"prompt": "a"}])
+def test_a_table_without_prompts_is_a_usage_error(llm):
     with pytest.raises(UsageError, match="question"):
         llm.generate_table(pa.table({"question": ["a"]}))
 
