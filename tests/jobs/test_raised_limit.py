@@ -98,6 +98,17 @@ def test_a_larger_limit_alone_and_a_smaller_one_are_refused(runs):
     assert before == {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
 
 
+def test_an_input_of_other_rows_is_still_refused_after_the_limit_was_raised(runs):
+    runs.run(PROMPTS, **with_limit(4))
+    runs.run(PROMPTS, retry=("length",), **with_limit(8))
+    before = runs.rows()
+    for options in (with_limit(8), {"retry": ("length",), **with_limit(8)}):
+        with pytest.raises(UsageError, match=r"24 of the 24 finished rows of .* are no longer in the input"):
+            runs.run([f"other {p}" for p in PROMPTS], **options)
+    assert runs.rows() == before
+    assert runs.run(PROMPTS, **with_limit(8))[0] == []
+
+
 @pytest.fixture
 def job(tiny_model_dir: Path, tmp_path: Path) -> Any:
     """Runs a job with a real model over rows with this prompt. Returns the output rows."""
