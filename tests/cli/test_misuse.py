@@ -13,6 +13,7 @@ from batchgen.jobs.files.lease import Lease
 
 RUN = "see batchgen run --help"
 KWARGS = """use an object such as '{"enable_thinking": false}'"""
+OUTPUT_OF = "name the output of a run, with the --work-dir of that run"
 SIZE = "use auto, a size such as 8GiB, or a share such as 80%"
 
 
@@ -33,6 +34,7 @@ def make_files(folder: Path) -> None:
     os.mkfifo(folder / "pipe.jsonl")
     (folder / "loop.jsonl").symlink_to("loop.jsonl")
     (folder / "astray.jsonl").symlink_to("gone/away.jsonl")
+    (folder / "plain.jsonl.job").touch()
     (folder / "in-the-way.jsonl.job").mkdir()
     (folder / "in-the-way.jsonl.job" / "notes.txt").write_text("mine")
 
@@ -92,6 +94,8 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run - -m M -o o.jsonl --window all", 2, "--window all reads the input twice, which <stdin> does not allow; use --window ROWS, or a file"),
     ("run R -m M -o - --window all", 2, "--window all writes no row before all rows are done; name an output with -o"),
     ("run R -m M --window all --order done", 2, "--window all cannot be combined with --order done; use --window ROWS"),
+    ("run R -m M --weight-memory much", 2, "--weight-memory 'much' is not a size; use a size such as 8GiB"),
+    ("run R -m M --weight-memory 80%", 2, "--weight-memory '80%' is not a size; use a size such as 8GiB"),
     ("run R -m M --window some", 2, "--window must be a number of rows or all, not 'some'"),
     ("plan R -m M --shards 0", 2, "--shards must be at least 1, not 0"),
     ("plan R -m M --measure 0", 2, "--measure must be at least 1, not 0"),
@@ -114,6 +118,9 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --embed --score", 2, "--embed cannot be combined with --score; leave one of them out"),
     ("run R -m M --embed --choices a,b", 2, "--embed cannot be combined with --choices; leave one of them out"),
     ("run R -m M --embed --quantize int8", 2, "--quantize is for models that write text, not for --embed; leave it out"),
+    ("run R -m M --weight-memory 1GiB --weights resident", 2, "--weight-memory is for streamed weights; leave out --weights resident"),
+    ("run R -m M --quantize int8 --weights streamed", 2, "--quantize int8 needs all weights in memory; leave out --weights streamed"),
+    ("run R -m M --quantize int8 --weight-memory 1GiB", 2, "--quantize int8 needs all weights in memory; leave out --weight-memory"),
     ("run R -m M --pooling mean", 2, "--pooling and --normalize are for --embed; add --embed, or leave them out"),
     ("run R -m M --prompt-name query", 2, "--prompt-name is for --embed; add --embed, or use --prefix"),
     ("run R -m M --embed --prompt-name query --prefix x", 2, "--prompt-name cannot be combined with --prefix; leave one of them out"),
@@ -162,7 +169,13 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --stats no/s.json", 2, "--stats no/s.json cannot be written; name a file in a folder that exists"),
     ("run R -m M --report r.txt", 2, "--report r.txt is not the name of a page; name a file that ends in .html"),
     ("run R -m M --report r.html -o -", 2, "--report is for a job with an output file: standard output keeps nothing; name one with -o"),
-    ("report no.jsonl", 2, "there is no job of no.jsonl: neither no.jsonl nor no.jsonl.job exists; name the output of a run, with the --work-dir of that run"),
+    ("status no.jsonl", 2, f"there is no job of no.jsonl: neither no.jsonl nor no.jsonl.job exists; {OUTPUT_OF}"),
+    ("status in-the-way.jsonl", 2, f"there is no job of in-the-way.jsonl: in-the-way.jsonl.job is not a job's folder; {OUTPUT_OF}"),
+    ("status plain.jsonl", 2, f"there is no job of plain.jsonl: plain.jsonl.job is not a job's folder; {OUTPUT_OF}"),
+    ("status mine.jsonl", 2, f"there is no job of mine.jsonl: mine.jsonl.job does not exist; {OUTPUT_OF}"),
+    ("status folder", 2, f"there is no job of folder: folder is a folder; {OUTPUT_OF}"),
+    ("status -", 2, "a job that writes to standard output stores no progress; name an output file"),
+    ("report no.jsonl", 2, f"there is no job of no.jsonl: neither no.jsonl nor no.jsonl.job exists; {OUTPUT_OF}"),
     ("report R", 2, "rows.jsonl has no rows of batchgen's, and no job's folder; name the output of a run"),
     # empty names
     ("run EMPTY -m M -o o.jsonl", 2, "an input has an empty name; name a file, a folder, a glob or - for standard input"),

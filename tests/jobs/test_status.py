@@ -201,30 +201,10 @@ def test_the_status_can_be_read_while_the_job_writes(folder):
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda: None, "neither o.jsonl nor o.jsonl.job exists"),
-        (Path("o.jsonl.job").mkdir, "o.jsonl.job is not a job's folder"),
-        (Path("o.jsonl.job").touch, "o.jsonl.job is not a job's folder"),
-        (Path("o.jsonl").touch, "o.jsonl.job does not exist"),
-        (Path("o.jsonl").mkdir, "o.jsonl is a folder"),
-    ],
-)
-def test_without_a_job_one_line_says_so(make, why, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make()
-    with pytest.raises(UsageError) as caught:
-        job_status("o.jsonl")
-    advice = "name the output of a run, with the --work-dir of that run"
-    assert str(caught.value) == f"there is no job of o.jsonl: {why}; {advice}"
-
-
-@pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ("o.jsonl.job", r"did you mean o\.jsonl, or has the run a --work-dir\?$"),
         ("out.jsonl", r"did you mean o\.jsonl, or has the run a --work-dir\?$"),
-        ("-", "^a job that writes to standard output stores no progress"),
     ],
 )
 def test_a_name_that_is_no_output_suggests_one(wrong, said, folder):

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from batchgen.config import ModelConfig
-from batchgen.errors import ModelError, UsageError
+from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.kernels.ops import PackedLinear, is_fast
@@ -189,27 +189,6 @@ def test_weights_are_streamed_when_they_do_not_fit(options: dict[str, str], free
             are_streamed(config, SIZES, 10 << 20, free << 20)
     else:
         assert are_streamed(config, SIZES, 10 << 20, free << 20) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weight_memory": "much"}, "--weight-memory 'much' is not a size"),
-        ({"weight_memory": "80%"}, "--weight-memory '80%' is not a size"),
-        ({"weight_memory": "1GiB", "weights": "resident"}, "--weight-memory is for streamed weights"),
-        (
-            {"quantize": "int8", "weights": "streamed"},
-            "--quantize int8 needs all weights in memory; leave out --weights streamed",
-        ),
-        (
-            {"quantize": "int8", "weight_memory": "1GiB"},
-            "--quantize int8 needs all weights in memory; leave out --weight-memory",
-        ),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(options: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        ModelConfig(model="m", **options)  # type: ignore[arg-type]
 
 
 def test_weights_are_not_streamed_over_several_devices(tiny_model_dir: Path) -> None:
