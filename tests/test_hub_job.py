@@ -34,7 +34,7 @@ def test_a_job_on_a_dataset_is_complete_until_the_files_change(hub, cli, tmp_pat
     repo.files["README.md"] = b"# Rows"
     again = cli(*command)
     assert again.code == 0
-    assert again.err.endswith(f"{output} is complete (2 rows): nothing to do\n")
+    assert again.err.endswith(f"batchgen: {output} is complete (2 rows): nothing to do\n")
     repo.files["train.jsonl"] = lines("one", "two", "four")
     more = cli(*command)
     assert more.code == 0
