@@ -299,18 +299,6 @@ def test_text_is_forced_across_the_spaces_that_the_model_writes(tokenizer: Any, 
     assert guessed(constraints, tokenizer, params, tokens('{"name": "Ann",')) == b' "city": "'
 
 
-def test_text_is_forced_as_ever_where_no_space_may_be(tokenizer: Any) -> None:
-    compact = schema(PERSON | {"x-guidance": {"whitespace_flexible": False}})
-    list_of = regex("[a-z]+, ?[a-z]+")
-    for params, text, draft in (
-        (compact, "", b'{"name":"'),
-        (compact, '{"name":"Ann",', b'"city":"'),
-        (list_of, "a,", b""),
-    ):
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        assert guessed(constraints_of(tokenizer), tokenizer, params, tokens) == draft
-
-
 def test_forced_text_is_spelled_as_the_model_has_spelled_it_and_its_ends_too(byte_level: Any) -> None:
     def spelled(*words: str) -> list[int]:
         return [token for word in words for token in byte_level.encode(word, add_special_tokens=False)]

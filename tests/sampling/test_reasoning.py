@@ -153,11 +153,6 @@ def test_text_whose_harmony_header_is_broken_is_kept_with_the_thoughts(written, 
     assert run(tokenizer, PROMPT, written, max_tokens=tokens)[:2] == (text, reasoning)
 
 
-def test_a_prompt_that_opens_the_final_channel_is_answered_at_once():
-    tokenizer = make(special=HARMONY_TOKENS)
-    assert run(tokenizer, PROMPT + "<|channel|>final<|message|>", "Hi.<|return|>")[:3] == ("Hi.", None, 0)
-
-
 LONG = "Dear Sir or Madam, I write to you because of the weather. "
 
 
