@@ -6,7 +6,7 @@ folder, and unless one of them fails the others, the fastest first. Each fault i
 caught it, and which did (all of its folder that do, or the first of the others). A run that was interrupted goes on where it stopped. The same `--seed`
 makes the same faults. `--again FILE` repeats the faults of such a file in the present tree: one that was caught by a test that is still the same stays
 caught, and one whose line is no longer there is gone.
-Tests run in forks of one process that has imported torch.
+Tests run in forks of one process that has imported torch. Not as root: changed code may put its output in the place of a device (/dev/full).
 """
 
 from __future__ import annotations

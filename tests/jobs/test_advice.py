@@ -9,7 +9,7 @@ import pytest
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import PromptConfig
 from batchgen.errors import OutputError
-from batchgen.jobs.order.advice import advise, best_order
+from batchgen.jobs.order.advice import Advice, advise, best_order
 from support.progress import Recorder, interrupt
 from support.records import json_rows
 
