@@ -248,15 +248,14 @@ def find_file(config: ModelConfig, name: str, *, fetch: bool = True) -> Path | N
     if folder.exists():
         return folder / name if (folder / name).is_file() else None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
-    if not fetch:
-        found = None if is_path(config.model) else try_to_load_from_cache(config.model, name, revision=config.revision)
-        return Path(found) if isinstance(found, str) else None
+    find = hf_hub_download if fetch else try_to_load_from_cache
     try:
-        return Path(hf_hub_download(config.model, name, revision=config.revision))
-    except EntryNotFoundError:  # not there, or offline and never fetched
+        found = find(config.model, name, revision=config.revision)
+    except (EntryNotFoundError, HFValidationError):  # not there, offline and never fetched, or no name of a model
         return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

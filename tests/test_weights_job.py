@@ -86,9 +86,11 @@ def test_a_job_has_the_bytes_of_plain_weights_in_memory(
             assert outcome.code == 0, outcome.err
         return output.read_bytes()
 
-    expected = run("exact", exact, WAYS["generate"] if len(WAYS[way]) > 1 else WAYS[way])
+    # An adapter is merged into plain weights and rounded with them, and runs beside packed ones (model/test_lora.py).
+    beside = way == "adapter"
+    expected = run("expected", model if beside else exact, WAYS["generate"] if len(WAYS[way]) > 1 else WAYS[way])
     assert expected.count(b"\n") == len(ROWS)
-    if name != "plain":
+    if name != "plain" and not beside:
         assert run("packed", model, WAYS[way]) == expected
     if mapped_files():
         assert run("streamed", model, WAYS[way], STREAMED) == expected

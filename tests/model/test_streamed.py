@@ -1,6 +1,7 @@
 """Streamed weights: layers are read again in every step, and give the bits of weights that stay in memory."""
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -19,7 +20,14 @@ from batchgen.kernels import isa
 from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.kernels.ops import PackedLinear, is_fast
 from batchgen.model.weights.streamed import decoder_layers, streamed_weights, tensors_in
-from batchgen.model.weights.weight_size import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
+from batchgen.model.weights.weight_size import (
+    StoredTensor,
+    WeightSizes,
+    adapter_bytes,
+    are_streamed,
+    sizes_of,
+    weight_sizes,
+)
 from batchgen.process.machine import free_host_memory, memory_bytes
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
 from support.params import slow_but
@@ -152,7 +160,7 @@ def test_a_disk_without_room_for_the_files_is_told_before_they_are_made(
     config, settings = ModelConfig(model=str(folder), weights="streamed", lora=lora), AutoConfig.from_pretrained(folder)
     sizes = sizes_of(config, settings, 4)
     assert sizes is not None
-    needed = int(1.2 * sizes.kept) + (0 if lora is None else sizes.plain)  # an adapter is merged into plain weights
+    needed = int(1.2 * sizes.kept) + adapter_bytes(config, sizes)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
     assert streamed_weights(config, settings, torch.device("cpu"), 4) is not None
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
@@ -179,7 +187,8 @@ SIZES = WeightSizes(
         ({"weights": "resident"}, 99, "the weights take 100.0 MiB, and 99.0 MiB of memory are free"),
         ({"quantize": "int8"}, 400, False),
         ({"quantize": "int8"}, 399, "--quantize int8 needs all weights in memory: the weights take 400.0 MiB"),
-        ({"lora": "adapter"}, 405, True),
+        ({"lora": "adapter"}, 123, False),
+        ({"lora": "adapter"}, 122, True),  # no room for the adapter
     ],
 )
 def test_weights_are_streamed_when_they_do_not_fit(options: dict[str, str], free: int, expected: bool | str) -> None:
@@ -189,6 +198,14 @@ def test_weights_are_streamed_when_they_do_not_fit(options: dict[str, str], free
             are_streamed(config, SIZES, 10 << 20, free << 20)
     else:
         assert are_streamed(config, SIZES, 10 << 20, free << 20) == expected
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_an_adapter_that_can_only_be_merged_is_counted_with_plain_weights(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    assert adapter_bytes(ModelConfig(model="m", lora=str(tmp_path)), SIZES) == SIZES.plain
 
 
 def test_weights_are_not_streamed_over_several_devices(tiny_model_dir: Path) -> None:

@@ -27,7 +27,14 @@ from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.memory import MAPS, FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in, read_pages
 from batchgen.model.weights.quantized import bytes_of, one_weight_at_a_time
-from batchgen.model.weights.weight_size import LAYERS_READ, are_streamed, kv_beside, sizes_of, streaming_room
+from batchgen.model.weights.weight_size import (
+    LAYERS_READ,
+    adapter_bytes,
+    are_streamed,
+    kv_beside,
+    sizes_of,
+    streaming_room,
+)
 from batchgen.process.machine import free_host_memory
 from batchgen.process.user_cache import cache_folder
 from batchgen.stats import size_text
@@ -55,9 +62,8 @@ def streamed_weights(
     sizes, free = sizes_of(config, hf_config, itemsize), free_host_memory() // processes
     if not are_streamed(config, sizes, kv_beside(hf_config, itemsize), free):
         return None
-    merges = config.lora is not None
-    folder = _folder_for(0 if sizes is None else int(1.2 * sizes.kept) + (sizes.plain if merges else 0))
-    return StreamedWeights(folder, streaming_room(config, free), merges=merges)
+    folder = _folder_for(0 if sizes is None else int(1.2 * sizes.kept) + adapter_bytes(config, sizes))
+    return StreamedWeights(folder, streaming_room(config, free), merges=config.lora is not None)
 
 
 class StreamedWeights:

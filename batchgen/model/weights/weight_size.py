@@ -179,13 +179,16 @@ def are_streamed(config: ModelConfig, sizes: WeightSizes | None, kv: int, free: 
 
 def bytes_in_memory(config: ModelConfig, sizes: WeightSizes) -> int:
     """Returns the bytes that the weights take if all of them are in memory, and while they are loaded."""
-    needed = sizes.kept if config.quantize == "none" else sizes.int8_load
+    return (sizes.kept if config.quantize == "none" else sizes.int8_load) + adapter_bytes(config, sizes)
+
+
+def adapter_bytes(config: ModelConfig, sizes: WeightSizes) -> int:
+    """Returns the bytes that the adapter takes, if there is one. One that is merged is counted with the plain weights; one that was never downloaded is
+    taken to be none of these."""
     if config.lora is None:
-        return needed
+        return 0
     file = find_file(replace(config, model=config.lora, revision=None), ADAPTER_CONFIG, fetch=False)
-    if file is not None and is_merged(read_json(file)):
-        return sizes.plain
-    return needed + sizes.plain // ADAPTER_SHARE
+    return sizes.plain if file is not None and is_merged(read_json(file)) else sizes.plain // ADAPTER_SHARE
 
 
 def streaming_room(config: ModelConfig, free: int) -> int:
