@@ -23,7 +23,7 @@ STEP = 64
 """Numbers that torch's loops take at a time: two vectors of at most 32."""
 GRAIN = 1 << 15
 """Each of torch's threads gets so many numbers at least,"""
-ALL_THREADS = 0x6000
+ALL_THREADS = 0x4000
 """but GELU is computed by all of them from so many on."""
 _FUNCTIONS = {name: getattr(functional, name) for name in ("sigmoid", "softplus", "silu", "gelu", "logsigmoid")}
 _NAMES = frozenset({*_FUNCTIONS, "linear"})

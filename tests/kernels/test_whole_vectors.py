@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchgen.kernels.whole_vectors import ALL_THREADS, GRAIN, STEP, fill_activations, filled
+from batchgen.kernels.whole_vectors import GRAIN, STEP, fill_activations, filled
 from batchgen.model.adapter import prepare
 from support.models import build, engine_for, kernels, make_requests, run
 from support.params import slow_but
@@ -19,7 +19,7 @@ FUNCTIONS = {
     "tanh": partial(functional.gelu, approximate="tanh"), "logsigmoid": functional.logsigmoid,
 }  # fmt: skip
 SIZES = (
-    1, 4, 12, 31, 64, 100, 1000, ALL_THREADS - 1, ALL_THREADS + 17, GRAIN - 3, GRAIN + 4, 2 * GRAIN + 12, 5 * GRAIN + 20,
+    1, 4, 12, 31, 64, 100, 1000, 16_383, 16_448, 19_904, 24_593, GRAIN - 3, GRAIN + 4, 2 * GRAIN + 12, 5 * GRAIN + 20,
 )  # fmt: skip
 NUMBERS = 3 * torch.randn(6 * GRAIN, generator=torch.Generator().manual_seed(0))
 
