@@ -299,7 +299,7 @@ def _refuse_without_config(folder: Path) -> None:
     """Raises `ModelError`, which says what a folder without config.json is."""
     names = {p.name for p in folder.iterdir()}
     what = f"model folder {str(folder)!r}"
-    if "adapter_config.json" in names:
+    if ADAPTER_CONFIG in names:
         _refuse_adapter(folder)
     if "params.json" in names:
         raise ModelError(
@@ -320,7 +320,7 @@ def _refuse_without_config(folder: Path) -> None:
 
 def _refuse_adapter(folder: Path) -> None:
     try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
     of = f" of {base}" if isinstance(base, str) and base else ""
@@ -414,7 +414,7 @@ def _shards(folder: Path) -> list[Path]:
         ]
     names = sorted(p.name for p in folder.iterdir())
     loose = [name for name in names if name.endswith(".safetensors")]
-    if "adapter_model.safetensors" in loose or "adapter_config.json" in names:
+    if ADAPTER_WEIGHTS in loose or ADAPTER_CONFIG in names:
         _refuse_adapter(folder)
     if any(name.startswith("model-") for name in loose):
         raise ModelError(

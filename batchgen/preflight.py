@@ -32,13 +32,8 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     """Raises what `run_job` would raise later, as far as that can be known without a tokenizer. `output` is None for a plan."""
     if config.model.ray is not None and find_spec("ray") is None:
         raise UsageError("--ray needs the package ray", "install it with pip install 'batchgen-llm[ray]'")
-    lora = config.model.lora
-    if lora is not None and (
-        is_path(lora) or Path(lora).is_dir()
-    ):  # one on the hub is downloaded when the job is opened
-        adapter_folder(lora)
-    if lora is not None and find_spec("peft") is None:
-        raise UsageError("--lora needs the package peft", "install it with pip install 'batchgen-llm[lora]'")
+    if config.model.lora is not None:
+        _check_adapter(config.model.lora)
     check_weight_files(config.model, needed=output is not None)
     if output is not None and output != "-" and not is_url(output):
         folder = job_path(output, config.work_dir)
@@ -54,6 +49,13 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     window_rows(config, source, output)
     Vocabulary(None, 256).check(config.sampling)  # refuses what no tokenizer could follow
     _check_prompts(config, source)
+
+
+def _check_adapter(lora: str) -> None:
+    if is_path(lora) or Path(lora).is_dir():  # one on the hub is downloaded when the job is opened
+        adapter_folder(lora)
+    if find_spec("peft") is None:
+        raise UsageError("--lora needs the package peft", "install it with pip install 'batchgen-llm[lora]'")
 
 
 def _check_prompts(config: JobConfig, source: Input) -> None:

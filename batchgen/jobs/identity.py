@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
 from batchgen.jobs.files.disk import json_digest
 from batchgen.jobs.files.manifest import MODEL_FILE, as_stored, load_manifest
-from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, find_file, gguf_file
+from batchgen.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_folder, find_file, gguf_file
 from batchgen.parsers.heads import OutputHead
 from batchgen.prompts import LoadedTokenizer, PromptBuilder
 from batchgen.prompts.tokenizer import checkpoint_dtype
@@ -26,7 +26,7 @@ _SMALL_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
     "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-    "adapter_config.json",
+    ADAPTER_CONFIG,
 )  # fmt: skip
 """Configuration and tokenizer files of a model's folder. They are digested whole."""
 _EMBEDDING_FILES = (
@@ -163,7 +163,7 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
         found = {"model": f"{config.model} at {commit}"}
     if config.lora is not None:
         adapter = adapter_folder(config.lora)
-        found |= {f"--lora {name}": _file_identity(adapter / name) for name in ("adapter_config.json", ADAPTER_WEIGHTS)}
+        found |= {f"--lora {name}": _file_identity(adapter / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
     return found
 
 

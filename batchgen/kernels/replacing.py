@@ -102,6 +102,15 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[tuple
         yield part, places.pop(part)
 
 
+def linear_of(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.nn.Linear:
+    """Returns a linear layer with these weights."""
+    made = torch.nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=bias_N is not None, device="meta")
+    made.weight = torch.nn.Parameter(weight_NK.detach(), requires_grad=False)
+    if bias_N is not None:
+        made.bias = torch.nn.Parameter(bias_N.detach(), requires_grad=False)
+    return made
+
+
 def own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:
     """Returns the forward of the module's class, without decorators; None if the module has hooks or a forward of its own.
 

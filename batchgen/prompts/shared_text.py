@@ -307,9 +307,10 @@ class Cuts:
         for i in range(len(words) - 1, 0, -1):
             if words[i] == words[i - 1] or words[i] > words[-1] - _MIN_PIECES_AFTER + 1:
                 continue
-            place = offsets[i][0] if whole.ids[i] in self._marks else offsets[i - 1][1]
-            blank_after_visible = known[place : place + 1] in (" ", "\n") and not known[place - 1].isspace()
-            if 0 < place <= stop and (whole.ids[i] in self._marks or blank_after_visible):
+            is_mark = whole.ids[i] in self._marks
+            place = offsets[i][0] if is_mark else offsets[i - 1][1]
+            # Other places are where a blank follows what is none.
+            if 0 < place <= stop and (is_mark or (known[place] in " \n" and not known[place - 1].isspace())):
                 yield place
         if self._unmergeable:
             place = known.rfind(" ", 1, max(1, stop + 1))

@@ -17,6 +17,7 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.kernels.renaming import names_in, with_names
+from batchgen.kernels.replacing import linear_of
 from batchgen.kernels.whole_vectors import filled
 from batchgen.state.cache import StateShape
 from batchgen.state.step import StateStep
@@ -127,19 +128,11 @@ def _mamba_in_heads(layers: RecurrentLayers, mixer: Any) -> None:
     for number, (x_proj, dt_proj, dt_bias, a_log, skip) in enumerate(zip(*of_heads, strict=True)):
         head: Any = torch.nn.Module()
         head.layer_idx = mixer.layer_idx + number * mixer.config.num_hidden_layers
-        head.x_proj, head.dt_proj = _linear(x_proj), _linear(dt_proj)
+        head.x_proj, head.dt_proj = linear_of(x_proj), linear_of(dt_proj)
         head.dt_bias, head.A_log, head.D = dt_bias, a_log, skip
         mixer.heads.append(head)
     del mixer.x_proj_weight, mixer.dt_proj_weight
     _run_heads(layers, mixer, mixer.heads, lambda projected: projected.view(len(projected), -1, 2).unbind(-1))
-
-
-def _linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.nn.Linear:
-    made = torch.nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=bias_N is not None, device="meta")
-    made.weight = torch.nn.Parameter(weight_NK.detach(), requires_grad=False)
-    if bias_N is not None:
-        made.bias = torch.nn.Parameter(bias_N.detach(), requires_grad=False)
-    return made
 
 
 def _run_heads(
@@ -182,7 +175,7 @@ def _rg_lru(layers: RecurrentLayers, block: Any) -> None:
         setattr(
             lru,
             name,
-            torch.nn.ModuleList(_linear(weight.t(), bias) for weight, bias in zip(weights, biases, strict=True)),
+            torch.nn.ModuleList(linear_of(weight.t(), bias) for weight, bias in zip(weights, biases, strict=True)),
         )
 
     def convolve(x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from batchgen.errors import ModelError, in_one_line
 from batchgen.kernels.codes import PackedTensor
+from batchgen.kernels.replacing import linear_of
 from batchgen.model.multimodal import Absent
 from batchgen.model.weights.quantized import packed_in, unpack
 from batchgen.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_merged, read_json
@@ -38,21 +39,14 @@ class AdaptedLinear(torch.nn.Module):
         """`down` [R, K], `up` [N, R] and `bias` [N] are the adapter's, scaled."""
         super().__init__()
         self.linear = linear
-        self.down = _linear_of(down.to(linear.weight.dtype), None)
-        self.up = _linear_of(up.to(linear.weight.dtype), None if bias is None else bias.to(linear.weight.dtype))
+        dtype = linear.weight.dtype
+        self.down = linear_of(down.to(dtype))
+        self.up = linear_of(up.to(dtype), None if bias is None else bias.to(dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [..., K] to [..., N]."""
         y: torch.Tensor = self.linear(x)
         return y.add_(self.up(self.down(x)))
-
-
-def _linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
-    made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = torch.nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        made.bias = torch.nn.Parameter(bias, requires_grad=False)
-    return made
 
 
 def add_adapter(
