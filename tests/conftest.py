@@ -191,14 +191,6 @@ def compiled() -> None:
         pytest.skip("the kernels cannot be compiled here")
 
 
-@pytest.fixture
-def every_kernel(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models get our CPU kernels even if torch's own layers are faster."""
-    from batchgen.kernels import fusion
-
-    monkeypatch.setattr(fusion, "is_fast", lambda: True)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The result of a command."""

@@ -24,7 +24,6 @@ from batchgen.kernels.ops import (
     embed,
     fits,
     held_in_16_bits,
-    is_fast,
     linear,
     norm_after_sum,
     rotate,
@@ -308,7 +307,7 @@ def _patches(part: Any) -> torch.nn.Module | None:
         or part.padding not in ("valid", (0,) * len(part.kernel_size))
         or part.groups != 1
         or set(part.dilation) != {1}
-        or not (fits(part.weight.flatten(1)) and is_fast())
+        or not fits(part.weight.flatten(1))
     ):
         return None
     fused = FusedPatches(part)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from batchgen.kernels.build import DTYPES, integers, kernel, library, pointers
 from batchgen.kernels.coded import Codes, can_share
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.isa import X86, instruction_set
 from batchgen.kernels.memory import empty_in_huge_pages
 
 CACHED = 1 << 19
@@ -391,11 +390,6 @@ class Product(ctypes.Structure):
     )
 
 
-def is_fast() -> bool:
-    """Whether packed layers are faster on this processor than torch's own."""
-    return instruction_set() in X86[1:]
-
-
 def plain_weight(weight: torch.Tensor) -> torch.Tensor:
     """Returns a weight that is not packed."""
     return weight.unpacked() if isinstance(weight, PackedTensor) else weight
@@ -596,9 +590,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def linear_if_known(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes what torch's `functional.linear` does, with the kernel if it takes these tensors and is fast here."""
+    """Computes what torch's `functional.linear` does, with the kernel if it takes these tensors."""
     plain = type(weight) in (torch.Tensor, torch.nn.Parameter, PackedTensor)
-    if plain and are_known(x, weight) and fits(weight) and weight.is_contiguous() and weight.dim() == 2 and is_fast():
+    if plain and are_known(x, weight) and fits(weight) and weight.is_contiguous() and weight.dim() == 2:
         return linear(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 

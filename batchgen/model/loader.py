@@ -24,7 +24,6 @@ from batchgen.kernels.build import NoKernels, library
 from batchgen.kernels.codes import IN_16_BITS, PackedTensor, free_scratch, reserve_scratch
 from batchgen.kernels.int8 import stay_packed
 from batchgen.kernels.memory import drop_read_pages, give_freed_back
-from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
 from batchgen.model.architectures import check_architecture, context_note, is_multimodal, is_verified
 from batchgen.model.checks.self_check import self_check
@@ -296,7 +295,7 @@ def _unpack(
 def _on_kernels(config: ModelConfig, device: torch.device) -> bool:
     """Whether our kernels multiply by the weights of the checkpoint on this device, if they can be compiled."""
     on_cpu = device.type == "cpu" and config.device_map is None
-    return config.compile != "off" and is_fast() and on_cpu
+    return config.compile != "off" and on_cpu
 
 
 def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:

@@ -28,7 +28,6 @@ from batchgen.attention.encoder import EncoderAttention
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError, in_one_line, is_out_of_memory
 from batchgen.kernels.fusion import fuse_linear, fuse_small_parts
-from batchgen.kernels.ops import is_fast
 from batchgen.kernels.replacing import Packing
 from batchgen.kernels.transfer import put
 from batchgen.kernels.whole_vectors import fill_activations
@@ -265,7 +264,7 @@ class Vision:
         inputs = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in inputs.items()}
         if "vision_feature_layer" in self._arguments and hasattr(self._encoder.config, "vision_feature_layer"):
             inputs["vision_feature_layer"] = self._encoder.config.vision_feature_layer
-        with EncoderAttention() if self._fuse and is_fast() else nullcontext():
+        with EncoderAttention() if self._fuse else nullcontext():
             output = self._image_features(**inputs)
         deep = {
             layer: _joined(found).to(weight.dtype)
@@ -321,7 +320,7 @@ class Vision:
     @cached_property
     def _encoder(self) -> Any:
         device = self._module.get_input_embeddings().weight.device
-        halves = self._fuse and is_fast() and self._dtype == torch.float32
+        halves = self._fuse and self._dtype == torch.float32
         encoder = load_encoder(self._config, self._tokenizer, self._dtype, halves=halves).to(device)
         if self._fuse:
             fuse_small_parts(encoder)

@@ -13,7 +13,7 @@ SHAPES = [
     {"heads": 3, "kv_heads": 3, "size": 7}, {"tiles": 3},
 ]  # fmt: skip
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-pytestmark = pytest.mark.usefixtures("every_kernel")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ SHAPE = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("every_kernel")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def prepared(dtype=torch.float32, kind="llama", **changes):

@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)  # test_coded.py has the other one firs
 IDS = torch.arange(3, 40)[None]
 
 
-pytestmark = pytest.mark.usefixtures("every_kernel")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def experts_of(name: str, dtype: torch.dtype) -> list[PackedTensor]:

@@ -19,7 +19,7 @@ ALL = {**FORWARDS, "norms": 5, "gated MLPs": 2, "linear layers": 9}
 IDS = torch.arange(7)[None]
 
 
-pytestmark = pytest.mark.usefixtures("every_kernel")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @torch.inference_mode()

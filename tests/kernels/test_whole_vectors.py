@@ -108,7 +108,7 @@ SLOW = ("qwen3_next", "mamba2", "gpt_neox", "phi", "starcoder2", "kimi_linear", 
 
 
 @pytest.mark.parametrize("kind", slow_but(QUICK, (*QUICK, *SLOW)))
-def test_a_rows_logits_do_not_depend_on_the_rows_beside_it(kind, every_kernel):
+def test_a_rows_logits_do_not_depend_on_the_rows_beside_it(kind, compiled):
     prompts = [[*range(10, 10 + length)] for length in (3, 5, 8, 13, 21)]
     model = prepare(build(kind), kernels=kernels())
 

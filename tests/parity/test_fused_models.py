@@ -14,7 +14,7 @@ from support.shapes import CORE, SHAPES, VOCAB
 # Importing GPTBigCode from transformers 5.17 with torch 2.13 gives this warning.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.usefixtures("every_kernel"),
+    pytest.mark.usefixtures("compiled"),
 ]
 
 TOLERANCE = 2e-5

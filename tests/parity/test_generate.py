@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchgen.scheduling.waiting import POLICIES
 from support.models import (
+    before_near_ties,
     engine_for,
     generate_all,
     make_requests,
@@ -53,7 +54,13 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest) -> list[list[int]]:
-    return generate_all(reference_model(request.param), PROMPTS, LENGTHS)
+    found = generate_all(reference_model(request.param), PROMPTS, LENGTHS, of=before_near_ties)
+    assert sum(len(tokens) < length for tokens, length in zip(found, LENGTHS, strict=True)) <= 2
+    return found
+
+
+def is_expected(found: list[list[int]], expected: list[list[int]]) -> bool:
+    return [tokens[: len(want)] for tokens, want in zip(found, expected, strict=True)] == expected
 
 
 def each_of(*names: str) -> pytest.MarkDecorator:
@@ -69,7 +76,7 @@ def test_output_equals_generate_and_no_token_is_prefilled_twice(expected, reques
     name = name_of(request)
     for how, options in some_of(QUICK.get(name, ()), ENGINES).items():
         engine = engine_for(packed_model(name), **options)
-        assert tokens_of(engine, PROMPTS, LENGTHS) == expected, how
+        assert is_expected(tokens_of(engine, PROMPTS, LENGTHS), expected), how
         assert engine.stats.prefill_tokens == tree_tokens(PROMPTS), how
         assert engine.stats.preemptions == engine.stats.recomputed_tokens == 0, how
 
@@ -83,7 +90,7 @@ def test_later_windows_continue_from_the_nodes_and_states_of_earlier_ones(expect
     for start in range(0, len(order), 20):
         window = [requests[i] for i in order[start : start + 20]]
         tokens |= {r.row: list(r.token_ids) for r in run(engine, window)}
-    assert [tokens[row] for row in range(len(PROMPTS))] == expected
+    assert is_expected([tokens[row] for row in range(len(PROMPTS))], expected)
     paths = (len(order) // 20) * max(map(len, PROMPTS))
     assert engine.stats.prefill_tokens <= tree_tokens(PROMPTS) + paths
     assert engine.stats.prefill_tokens < 0.5 * sum(map(len, PROMPTS))

@@ -21,7 +21,6 @@ from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.engine.engine import Engine
 from batchgen.errors import RowError
 from batchgen.kernels.fusion import FusedMLP, FusedPatches
-from batchgen.kernels.ops import is_fast
 from batchgen.model.image_positions import canvas_positions
 from batchgen.model.loader import load_model
 from batchgen.prefix import plan_requests
@@ -343,7 +342,7 @@ def test_text_rows_do_not_load_the_encoder(sees: Sees) -> None:
     assert list(result.token_ids) == sees.expected()[0][1]
     assert not {"_encoder", "_processor", "_threads"} & vars(model.vision).keys()
     run(engine, sees.build(CONVERSATIONS[1:2]))
-    fused = {FusedMLP, FusedPatches} if model.kernels is not None and is_fast() else set()
+    fused = {FusedMLP, FusedPatches} if model.kernels is not None else set()
     assert {FusedMLP, FusedPatches} & set(map(type, model.vision._encoder.modules())) == fused
 
 

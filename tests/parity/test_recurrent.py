@@ -30,6 +30,7 @@ from batchgen.prefix import plan_requests
 from batchgen.state.state_size import WITHOUT_ATTENTION
 from support.drafters import ForcedDrafter
 from support.models import (
+    before_near_ties,
     engine_for,
     expect,
     generate_all,
@@ -46,13 +47,6 @@ from support.params import FULL, slow_but
 from support.shapes import DEEP, RECURRENT_SHAPES, VOCAB, tree_tokens
 from support.shapes import DEEP_LENGTHS as LENGTHS
 from support.shapes import DEEP_PROMPTS as PROMPTS
-
-
-def before_near_ties(expected):
-    """Returns the tokens before the first whose logit is so near to another one that float32 in another order may choose that."""
-    first, second = expected.logits.topk(2).values.T
-    near = (first - second < 1e-5 * expected.logits.abs().amax(-1)).tolist()
-    return expected.tokens[: near.index(True)] if True in near else expected.tokens
 
 
 @pytest.mark.parametrize("name", slow_but({"lfm2"}, RECURRENT_SHAPES))

@@ -5,10 +5,11 @@ import ctypes
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -295,14 +296,25 @@ def generate(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...
 
 
 def generate_all(
-    model: Any, prompts: list[list[int]], lengths: list[int], eos: tuple[int, ...] = ()
+    model: Any,
+    prompts: list[list[int]],
+    lengths: list[int],
+    eos: tuple[int, ...] = (),
+    of: Callable[[Expected], list[int]] = attrgetter("tokens"),
 ) -> list[list[int]]:
-    """Equal prompts run once: a short completion is the beginning of a longer one."""
+    """Returns the tokens `of` what is generated. Equal prompts run once: a short completion is the beginning of a longer one."""
     longest: dict[tuple[int, ...], int] = {}
     for prompt, length in zip(map(tuple, prompts), lengths, strict=True):
         longest[prompt] = max(length, longest.get(prompt, 0))
-    written = {prompt: generate(model, list(prompt), length, eos) for prompt, length in longest.items()}
+    written = {prompt: of(expect(model, list(prompt), length, eos)) for prompt, length in longest.items()}
     return [written[tuple(prompt)][:length] for prompt, length in zip(prompts, lengths, strict=True)]
+
+
+def before_near_ties(expected: Expected) -> list[int]:
+    """Returns the tokens before the first whose logit is so near to another one that float32 in another order may choose that."""
+    first, second = expected.logits.topk(2).values.T
+    near = (first - second < 1e-5 * expected.logits.abs().amax(-1)).tolist()
+    return expected.tokens[: near.index(True)] if True in near else expected.tokens
 
 
 class Seen:

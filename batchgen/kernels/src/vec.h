@@ -311,7 +311,16 @@ struct WidenedPair : Pair {  // B in 16 bits, A in float32: exact products
 typedef WidenedPair<PairOfBfloat16> Widened;
 typedef WidenedPair<PairOfFloat16> WidenedFloat16;
 // BATCHGEN_WIDENS: the processor has an instruction for pairs of bfloat16, which is slower than two multiplications of float32 (isa.py).
-#if defined(__AVX512BF16__) && !defined(BATCHGEN_WIDENS)
+#if (defined(__AVX512BF16__) && !defined(BATCHGEN_WIDENS)) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// Adds to each lane the products of its two bfloat16 and those of x.
+INLINE floats add_pairs(floats sum, uints b, uint32_t x) {
+    const uints a = x - uints{};
+#if defined(__AVX512BF16__)
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)b, (__m512bh)(__m512i)a);
+#else
+    return (floats)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_u32((uint32x4_t)b), vreinterpretq_bf16_u32((uint32x4_t)a));
+#endif
+}
 struct Bfloat {
     typedef bf16 type, a_type;
     typedef floats sum;
@@ -320,11 +329,8 @@ struct Bfloat {
     static constexpr bool scaled = false;
     template <int R, int N>
     static INLINE void multiply(floats (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
-        for (int r = 0; r < R; r++) {
-            const __m512i x = _mm512_set1_epi32(int(a[r * a_row]));
-            for (int n = 0; n < N; n++)
-                sums[r][n] = (floats)_mm512_dpbf16_ps((__m512)sums[r][n], (__m512bh)(__m512i)b[n], (__m512bh)x);
-        }
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) sums[r][n] = add_pairs(sums[r][n], b[n], a[r * a_row]);
     }
 };
 #else
