@@ -44,7 +44,7 @@ def _some_logits(head: PackedLinear, wanted: Callable[[], Wanted | None], x: tor
     """Returns logits [..., V] of x [..., K]."""
     rows, bits = head.rows_of(x), wanted()
     width = library().batchgen_linear_panel()
-    if bits is None or len(bits) != len(rows):
+    if bits is None or not 0 < len(rows) == len(bits):
         return PackedLinear.forward(head, x)
     panels = -(-head.out_features // width)
     in_panels = bits.view(f"u{width // 8}")[:, :panels] != 0

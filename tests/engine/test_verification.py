@@ -112,14 +112,25 @@ def test_every_kind_of_row_has_the_same_result(model: Path, without: list[Result
     assert share > 0.9 if right == 1 else 0.05 < share < 0.9 if right else share < 0.05
 
 
-def test_logits_that_grammars_save_change_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save_tiny_llama(tmp_path, vocab_size=1500)
+@pytest.fixture
+def model_of_1500(tmp_path: Path) -> Path:
+    """A model with so many tokens that grammars save logits."""
+    return save_tiny_llama(tmp_path, vocab_size=1500)
+
+
+def test_logits_that_grammars_save_change_no_result(model_of_1500: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {name: params for name, params in CASES.items() if params.constrained}
     calls = watch_columns(monkeypatch)
-    got = run(model, cases=cases)
+    got = run(model_of_1500, cases=cases)
     assert len(calls) > 20 or kernels() is None
     monkeypatch.setattr(StepExecutor, "_wanted", lambda executor, batch: None)
-    assert run(model, cases=cases) == got
+    assert run(model_of_1500, cases=cases) == got
+
+
+def test_a_step_may_compute_no_logits_while_grammars_limit_those_that_a_prefix_node_keeps(model_of_1500: Path) -> None:
+    """The first of two completions of a prompt samples from its node's logits while the step runs a part of the next prompt."""
+    cases = {"regex": SamplingParams(max_tokens=9, temperature=1.0, regex="[ab]{4,8}", n=2)}
+    assert run(model_of_1500, cases=cases, max_prefill_tokens=4) == run(model_of_1500, cases=cases)
 
 
 def test_drafts_without_numbers_leave_no_trace() -> None:

@@ -37,7 +37,7 @@ def test_wanted_logits_have_the_bits_of_the_whole_product(name, bias, computed, 
     weight, dtype = WEIGHTS[name]()
     head = PackedLinear([weight], [numbers(len(weight), dtype=dtype, seed=3) if bias else None])
     rng = np.random.default_rng(0)
-    for rows, many in ((1, 0), (2, 1), (4, 0), (5, 2), (7, 5), (33, 20), (300, 100)):
+    for rows, many in ((0, 0), (1, 0), (2, 1), (4, 0), (5, 2), (7, 5), (33, 20), (300, 100)):
         x = numbers(1, rows, SIZE, dtype=dtype, seed=rows)
         wanted = np.zeros((rows, len(weight)), dtype=bool)
         wanted[np.arange(rows), rng.choice([0, len(weight) - 1], rows)] = True
