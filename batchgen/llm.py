@@ -527,6 +527,8 @@ class LLM:
         except BaseException:
             for dropped in (self._failed, self._waiting, self._requests, self._cancelled):
                 dropped.clear()
+            if self.engine.unfinished:  # the exception did not come from its run, which would have dropped them
+                self.engine.run(stop=lambda: "now")
             raise
 
     def _take(self) -> None:

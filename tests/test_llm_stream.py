@@ -113,11 +113,15 @@ def test_an_exception_of_the_prompts_comes_after_the_results_of_those_before_it(
     assert llm.unfinished == 0
 
 
-def test_prompts_that_another_call_has_dropped_end_the_iterator(llm):
+@pytest.mark.parametrize(
+    "prompt", ["b", "much too long " * 100], ids=["a prompt that runs", "a prompt that cannot run"]
+)
+def test_prompts_that_another_call_has_dropped_end_the_iterator(llm, prompt):
     results = llm.generate(prompts(5), SamplingParams(max_tokens=50, ignore_eos=True), look_ahead=5)
     next(results)
-    llm.add("b", on_result=lambda result: 1 / 0)
+    llm.add(prompt, on_result=lambda result: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.run()
+    assert llm.unfinished == llm.engine.unfinished == 0
     with pytest.raises(RuntimeError, match="the prompts of this iterator were dropped by an exception in another call"):
         list(results)
