@@ -53,7 +53,7 @@ class HeldResults(Results):
         self.previous: dict[str, Any] | None = None
         """The figures of the last run, if this run continues it."""
         self.results_at_hand = 0
-        """Number of results of earlier runs."""
+        """Number of rows that results of earlier runs are for, as far as it is known."""
         self._lease, self._record = lease, JobRecord.load(folder)
         super().__init__(folder, flush_every, lease)
 

@@ -139,7 +139,7 @@ class JobFolder(HeldResults):
             self.forget_cut()
         if self._manifest.keys and old is not None and old.state == "finished":
             self.notes.append(f"{self.output} was finished: {self.finished_at_hand:,} of its results are used again")
-        self.results_at_hand = self.count + self.forgotten_count
+        self.results_at_hand = self.count + self.forgotten_count + self.equal_rows_of_output
 
     def _open_files(self, opened: ExitStack) -> None:
         self._keys = DigestFile(self.folder / "keys.partial")

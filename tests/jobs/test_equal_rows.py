@@ -52,6 +52,15 @@ def test_a_limit_takes_no_equal_rows_after_it_and_takes_away_none(runs, window):
 
 
 @WINDOWS
+def test_a_limit_takes_away_no_equal_rows_that_were_moved(runs, window):
+    runs.run(PROMPTS[:5], window=window)
+    answered, report = runs.run(["q0", "q1", "p4", *PROMPTS[::-1]], window=window, limit=1)
+    assert answered == ["q0"]
+    assert runs.texts() == [f"a: {prompt}" for prompt in ("q0", "p0", "p1", "p0", "p2", "p0")]
+    assert counts(report) == (1, 5, 0, 6, 2)
+
+
+@WINDOWS
 @pytest.mark.parametrize("most", range(4))
 def test_a_killed_job_runs_equal_rows_once_in_all(runs, window, most):
     first, _ = runs.run(PROMPTS, window=window, most=most)

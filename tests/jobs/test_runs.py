@@ -202,6 +202,7 @@ class AnyRuns(RuleBasedStateMachine):
         for prompt, count in wanted.items():
             there = texts.count(f"{self.of}: {prompt}")
             assert there >= min(count, have.get(prompt, 0)), "a completion that was finished is not in the output"
+            assert there >= min(count, before.count(f"{self.of}: {prompt}")), "a row was taken from the output"
             if limit is None:
                 assert there == count
         if limit is None:

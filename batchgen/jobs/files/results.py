@@ -408,6 +408,15 @@ class Results:
             statement = "INSERT INTO run.finished VALUES (?, 1, 0) ON CONFLICT (key) DO UPDATE SET rows = rows + 1"
             self._db.executemany(statement, ((key,) for key in keys))
 
+    def rows_of_output(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Returns how many rows of the existing output have each of these keys, without keys that none has."""
+        return dict(select_in(self._db, "SELECT key, rows FROM run.finished WHERE key IN", keys))
+
+    @property
+    def equal_rows_of_output(self) -> int:
+        """Number of rows of the existing output whose key an earlier one has."""
+        return self._number("SELECT coalesce(sum(rows - 1), 0) FROM run.finished")
+
     @property
     def finished_at_hand(self) -> int:
         """Number of results of the existing output that this run has."""

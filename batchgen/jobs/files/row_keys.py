@@ -69,8 +69,8 @@ class RowKeys:
 
     def keys(
         self, digests: Sequence[bytes], ids: Sequence[bytes | None], sampled: Sequence[bool]
-    ) -> list[tuple[bytes, bool]]:
-        """Returns the keys of the next rows of the input, and whether an earlier row has the same key.
+    ) -> list[tuple[bytes, int]]:
+        """Returns the keys of the next rows of the input, and how many earlier rows have the same key.
 
         `digests` are those of the rows' requests. `ids` are digests of the rows' ids; None for a row without one. `sampled` tells whether equal
         rows get results of their own.
@@ -81,7 +81,7 @@ class RowKeys:
         ]
         counts = self._counts([*digests, *bases])
         finished = self._finished([base for base, digest in zip(bases, digests, strict=True) if base != digest])
-        keys: list[tuple[bytes, bool]] = []
+        keys: list[tuple[bytes, int]] = []
         for digest, base, differs in zip(digests, bases, sampled, strict=True):
             if base != digest:
                 count = counts[digest]
@@ -90,7 +90,7 @@ class RowKeys:
                 count.others += 1
             number = counts[base].seen
             counts[base].seen += 1
-            keys.append((row_key(base, number), False) if differs else (base, number > 0))
+            keys.append((row_key(base, number), 0) if differs else (base, number))
         self._save(counts)
         return keys
 
@@ -98,8 +98,8 @@ class RowKeys:
         """Returns the requests of the next rows with their `keys`, and whether an earlier row has the same key."""
         keys = self.keys([r.key for r in requests], ids, [r.is_sampled for r in requests])
         return [
-            (r if r.key == key else replace(r, key=key), is_equal)
-            for r, (key, is_equal) in zip(requests, keys, strict=True)
+            (r if r.key == key else replace(r, key=key), before > 0)
+            for r, (key, before) in zip(requests, keys, strict=True)
         ]
 
     def close(self) -> None:

@@ -64,8 +64,8 @@ class ReadRows:
 class RequestReader:
     """Makes requests of rows, counts the rows that need none, and applies `--limit`.
 
-    A row after the limit stays in the output if an earlier run has left a result for it, and no equal row stands before it. With `--retry`, it
-    runs again. So rows after the limit are read as long as there are such results that no row has asked for yet.
+    A row after the limit stays in the output if an earlier run has left a result for it. With `--retry`, it runs again. Of equal rows no more
+    stay than the output has. So rows after the limit are read as long as there are such results that no row has asked for yet.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RequestReader:
         self._config, self.prompts, self._check = config, prompts, check
         self._job, self._outcomes, self._ahead = job, outcomes, ahead
         self._met = 0
-        """Results of earlier runs that rows have asked for."""
+        """Rows that have a result of an earlier run, as `results_at_hand` counts them."""
         self._same_ids = 0
         """Rows whose id an earlier row has."""
         self._first_same_id = ""
@@ -133,11 +133,14 @@ class RequestReader:
             [b.key for _, b, _ in found], [own for *_, own in found], [b.is_sampled for _, b, _ in found]
         )
         keys = {number: key for (number, *_), (key, _) in zip(found, given, strict=True)}
-        equal = {number for (number, *_), (_, is_equal) in zip(found, given, strict=True) if is_equal}
+        before = {number: count for (number, *_), (_, count) in zip(found, given, strict=True)}
+        equal = {number for number, count in before.items() if count}
         stored = self._job.stored(list({*keys.values()}))
         of_this_run = self._job.of_this_run([keys[number] for number in equal if keys[number] in stored])
-        earlier = stored.keys() | (self._job.forgotten(list(keys.values())) if self._config.limit is not None else ())
-        self._met += sum(1 for number, key in keys.items() if key in earlier and number not in equal)
+        limited = list({*keys.values()}) if self._config.limit is not None else []
+        earlier, shown = stored.keys() | self._job.forgotten(limited), self._job.rows_of_output(limited)
+        stays = {n for n, key in keys.items() if key in earlier and before[n] < max(1, shown.get(key, 0))}
+        self._met += len(stays)
         read, asked, waiting = ReadRows([], {}, {}, []), dict[bytes, tuple[Row, Built]](), Counter[bytes]()
         for row, one in zip(rows, built, strict=True):
             if isinstance(one, Result):
@@ -145,9 +148,7 @@ class RequestReader:
                 continue
             key, is_equal = keys[row.number], row.number in equal
             result = stored.get(key)
-            wanted = self._is_wanted(row.number, self._job.kept_rows if key in earlier else 0)
-            # The result of an equal row is in the output with that row.
-            if not wanted and (key not in earlier or is_equal):
+            if row.number not in stays and not self._is_wanted(row.number, 0):
                 continue
             read.rows.append(row)
             read.keys[row.number] = key
