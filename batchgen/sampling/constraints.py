@@ -130,10 +130,16 @@ class Constraints:
         matcher = None if grammar is None else grammar.matcher.deep_copy()
         row = self._rows[name] = _Guided(grammar, matcher, ends, [], error, thoughts, params.reasoning_budget)
         self._limit(row)
+        taken = 0  # the beginning of an answer that is in the last token of the mark before it
         for token in generated:
-            if error is None and not self._thought(row, token):
+            if error is not None:
+                break
+            if self._thought(row, token):
+                taken = len(row.tokens)
+            else:
                 row.tokens.append(token)
-        if row.error is None and row.tokens and row.matcher is not None and not row.matcher.consume_tokens(row.tokens):
+        rest = row.tokens[taken:]
+        if row.error is None and rest and row.matcher is not None and not row.matcher.consume_tokens(rest):
             self._replace_matcher(row)
 
     def _thoughts(self, params: SamplingParams, prompt: TokenArray | None) -> ThoughtStream | None:

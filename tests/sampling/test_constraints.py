@@ -493,6 +493,20 @@ def test_a_model_that_may_think_either_opens_its_thoughts_or_begins_the_answer()
     assert allowed(constraints, 2, size) == {b}
 
 
+def test_an_answer_that_begins_in_the_last_token_of_the_mark_is_continued_after_a_preemption() -> None:
+    tokenizer = make(plain=(">a",), template="x<think>y</think>")
+    size, a = len(tokenizer), id_in(tokenizer, "a")
+    constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
+    prompt = np.array(tokenizer.encode("q<think>"), dtype=np.int32)
+    generated = [*tokenizer.encode("Hm.</think"), tokenizer.convert_tokens_to_ids(">a"), a]
+    constraints.add(0, regex("a{4}"), (), prompt)
+    for token in generated:
+        assert not constraints.accept(0, token)
+    constraints.add(1, regex("a{4}"), generated, prompt)
+    for name in (0, 1):
+        assert [constraints.accept(name, a) for _ in range(2)] == [False, True]
+
+
 def test_a_mark_of_several_tokens_is_completed_before_the_thoughts() -> None:
     tokenizer = make(special=("<|end|>",), plain=("<|channel>", "<channel|>"))
     size, opens = len(tokenizer), tokenizer.encode("<|channel>thought\n", add_special_tokens=False)
