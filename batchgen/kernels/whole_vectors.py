@@ -28,7 +28,7 @@ ALL_THREADS = 0x4000
 _FUNCTIONS = {name: getattr(functional, name) for name in ("sigmoid", "softplus", "silu", "gelu", "logsigmoid")}
 _NAMES = frozenset({*_FUNCTIONS, "linear"})
 _MOVES = frozenset(
-    (torch.split, *(getattr(torch.Tensor, name) for name in ("__getitem__", "float", "gather", "reshape", "split", "to", "type", "view")))
+    (torch.split, *(getattr(torch.Tensor, name) for name in ("__getitem__", "float", "gather", "reshape", "split", "to", "type", "unsqueeze", "view")))
 )  # fmt: skip
 """What is done with a layer's output before its activation."""
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")

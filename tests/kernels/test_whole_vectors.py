@@ -47,10 +47,11 @@ def test_shapes_and_strides_do_not_matter():
 class Gate(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate, self.act = torch.nn.Identity(), functional.silu
+        self.gate, self.g_proj, self.act = torch.nn.Identity(), torch.nn.Identity(), functional.silu
 
     def forward(self, x):
-        return self.act(x) + self.route(self.gate(x)) * torch.sigmoid(x) + F.gelu(x) + self.of_the_class(x)
+        gated = x * self.g_proj(x).unsqueeze(-1).sigmoid()[..., 0]
+        return self.act(x) + self.route(self.gate(x)) * torch.sigmoid(x) + F.gelu(x) + self.of_the_class(gated)
 
     @staticmethod
     def of_the_class(x):
