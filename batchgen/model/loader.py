@@ -23,6 +23,7 @@ from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.kernels.codes import IN_16_BITS, PackedTensor, free_scratch, reserve_scratch
 from batchgen.kernels.int8 import stay_packed
+from batchgen.kernels.isa import NONE, instruction_set
 from batchgen.kernels.memory import drop_read_pages, give_freed_back
 from batchgen.model.adapter import prepare
 from batchgen.model.architectures import check_architecture, context_note, is_multimodal, is_verified
@@ -295,7 +296,7 @@ def _unpack(
 def _on_kernels(config: ModelConfig, device: torch.device) -> bool:
     """Whether our kernels multiply by the weights of the checkpoint on this device, if they can be compiled."""
     on_cpu = device.type == "cpu" and config.device_map is None
-    return config.compile != "off" and on_cpu
+    return config.compile != "off" and instruction_set() != NONE and on_cpu
 
 
 def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:

@@ -131,9 +131,7 @@ class Constraints:
         row = self._rows[name] = _Guided(grammar, matcher, ends, [], error, thoughts, params.reasoning_budget)
         self._limit(row)
         taken = 0  # the beginning of an answer that is in the last token of the mark before it
-        for token in generated:
-            if error is not None:
-                break
+        for token in generated if error is None else ():
             if self._thought(row, token):
                 taken = len(row.tokens)
             else:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from batchgen.scheduling.waiting import POLICIES
 from support.models import (
     before_near_ties,
+    beginnings,
     engine_for,
     generate_all,
     make_requests,
@@ -59,10 +60,6 @@ def expected(request: pytest.FixtureRequest) -> list[list[int]]:
     return found
 
 
-def is_expected(found: list[list[int]], expected: list[list[int]]) -> bool:
-    return [tokens[: len(want)] for tokens, want in zip(found, expected, strict=True)] == expected
-
-
 def each_of(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("expected", slow_but(QUICK.keys() & names, names), indirect=True, ids=str)
 
@@ -76,7 +73,7 @@ def test_output_equals_generate_and_no_token_is_prefilled_twice(expected, reques
     name = name_of(request)
     for how, options in some_of(QUICK.get(name, ()), ENGINES).items():
         engine = engine_for(packed_model(name), **options)
-        assert is_expected(tokens_of(engine, PROMPTS, LENGTHS), expected), how
+        assert beginnings(tokens_of(engine, PROMPTS, LENGTHS), expected) == expected, how
         assert engine.stats.prefill_tokens == tree_tokens(PROMPTS), how
         assert engine.stats.preemptions == engine.stats.recomputed_tokens == 0, how
 
@@ -90,7 +87,7 @@ def test_later_windows_continue_from_the_nodes_and_states_of_earlier_ones(expect
     for start in range(0, len(order), 20):
         window = [requests[i] for i in order[start : start + 20]]
         tokens |= {r.row: list(r.token_ids) for r in run(engine, window)}
-    assert is_expected([tokens[row] for row in range(len(PROMPTS))], expected)
+    assert beginnings([tokens[row] for row in range(len(PROMPTS))], expected) == expected
     paths = (len(order) // 20) * max(map(len, PROMPTS))
     assert engine.stats.prefill_tokens <= tree_tokens(PROMPTS) + paths
     assert engine.stats.prefill_tokens < 0.5 * sum(map(len, PROMPTS))

@@ -31,6 +31,7 @@ from batchgen.state.state_size import WITHOUT_ATTENTION
 from support.drafters import ForcedDrafter
 from support.models import (
     before_near_ties,
+    beginnings,
     engine_for,
     expect,
     generate_all,
@@ -61,7 +62,7 @@ def test_preempted_sequences_continue_from_the_nearest_state(name):
     model = packed_model(name)
     engine = engine_for(model, batch_size=12, blocks=16 if FULL else 8)
     found = tokens_of(engine, prompts, [length] * count)
-    assert [tokens[: len(want)] for tokens, want in zip(found, expected, strict=True)] == expected
+    assert beginnings(found, expected) == expected
     # Without attention, the memory of a sequence does not grow, and nothing is preempted.
     grows = name not in WITHOUT_ATTENTION
     assert (engine.stats.preemptions > 0) == grows

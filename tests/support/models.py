@@ -317,6 +317,11 @@ def before_near_ties(expected: Expected) -> list[int]:
     return expected.tokens[: near.index(True)] if True in near else expected.tokens
 
 
+def beginnings(found: list[list[int]], expected: list[list[int]]) -> list[list[int]]:
+    """Returns as many of the tokens found as each of those expected has."""
+    return [tokens[: len(want)] for tokens, want in zip(found, expected, strict=True)]
+
+
 class Seen:
     """The logits of a packed model, each with the position and the token that it follows."""
 

@@ -43,7 +43,7 @@ constexpr int WIDENED_ROWS = (E::scaled ? 3 : 5) * ROWS;
 #endif
 template <>
 constexpr int WIDENED_ROWS<WidenedFloat16> = 2 * ROWS;  // which takes longer to widen
-// The rows of a block. Weights that a block widens take registers from its sums: 6 rows would have some of theirs in memory.
+// The rows of a block. On AVX2 and NEON, weights that a block widens take registers from its sums: 6 rows would have some of theirs in memory.
 #if !defined(__AVX512F__)
 template <class E>
 constexpr int BLOCK_ROWS = E::a_words == 2 ? 5 : ROWS;
