@@ -64,7 +64,7 @@ class LayerNorms(NamedTuple, Generic[T]):
 def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
     """Joins layers that read the same x into one, whose memory they then share.
 
-    Returns them unchanged if one does not fill its last panel or is in codes, or if one would be joined twice, because it stands in several
+    Returns them unchanged if one does not fill its last panel, is in codes or has an adapter, or if one would be joined twice, because it stands in several
     places.
     """
     panel = library().batchgen_linear_panel()
@@ -91,8 +91,12 @@ def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
 
 
 def _stays_apart(part: Linear) -> bool:
-    """Whether a layer's weights are codes, or a part of those of a joined layer."""
-    return part.weights is None or part.weights.untyped_storage().nbytes() > part.weights.nbytes
+    """Whether a layer's weights are codes, or a part of those of a joined layer, or have an adapter beside them."""
+    return (
+        part.adapter is not None
+        or part.weights is None
+        or part.weights.untyped_storage().nbytes() > part.weights.nbytes
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +261,9 @@ def stack_forward(
 def _widths(layer: DenseLayer) -> tuple[int, ...]:
     """Returns the numbers a token of each result between the kernels (`_LayerResults`)."""
     hidden, q, kv = layer.o.out_features, layer.heads * layer.head_size, layer.kv_heads * layer.head_size
-    return hidden, hidden, q + 2 * kv, q, kv, q, hidden, hidden, layer.gate_up.out_features
+    adapters = [part.adapter for part in (*layer.qkv, layer.o, layer.gate_up, layer.down)]
+    low = max((each.down.out_features for each in adapters if each is not None), default=0)
+    return hidden, hidden, q + 2 * kv, q, kv, q, hidden, hidden, layer.gate_up.out_features, low
 
 
 class _LayerResults(NamedTuple):
@@ -275,6 +281,8 @@ class _LayerResults(NamedTuple):
     """What is added to the residual."""
     total: int
     gated: int
+    low: int
+    """Of an adapter's first product."""
 
 
 class _Now(Enum):
@@ -323,11 +331,11 @@ class _Prepared:
             mixed = at.mixed
             if wanted is not None and i + 1 == len(layers):
                 residual, mixed = self._take_wanted(layer, residual, at)
-            self._product(layer.o, mixed, at.more, hidden)
+            self._product(layer.o, mixed, at.more, hidden, at)
             y = self._norm_of(layer.norms.after_attention, at.more, at.normed)
             y = self._norm_of_sum(layer.norms.before_mlp, residual, y, at.total, at.normed, hidden, layer.gate_up)
-            self._product(layer.gate_up, y, at.gated, layer.gate_up.out_features)
-            self._product(layer.down, at.gated, at.more, hidden)
+            self._product(layer.gate_up, y, at.gated, layer.gate_up.out_features, at)
+            self._product(layer.down, at.gated, at.more, hidden, at)
             y = self._norm_of(layer.norms.after_mlp, at.more, at.normed)
             if i + 1 < len(layers):
                 following = layers[i + 1]
@@ -366,7 +374,7 @@ class _Prepared:
         row = q_width + 2 * kv_width
         to = at.qkv
         for part in layer.qkv:
-            self._product(part, y, to, row)
+            self._product(part, y, to, row, at)
             to += part.out_features * self._dtype.itemsize
         keys, values = (at.qkv + before * self._dtype.itemsize for before in (q_width, q_width + kv_width))
         plain = Heads(at.qkv, layer.heads, size, size, row), Heads(keys, layer.kv_heads, size, size, row)
@@ -391,13 +399,18 @@ class _Prepared:
             )  # fmt: skip
         return at.total, at.q
 
-    def _product(self, of: Linear, x: _Place, y: int, y_row: int) -> None:
+    def _product(self, of: Linear, x: _Place, y: int, y_row: int, at: _LayerResults) -> None:
         """Adds a linear layer of the rows at x, into rows at y that begin `y_row` numbers apart."""
+        fields: dict[str, int] = {}
+        if of.adapter is not None:
+            self._product(of.adapter.down, x, at.low, of.adapter.down.out_features, at)
+            fields = {"low": at.low}
         if isinstance(of, Int8Linear):
             self._quantize(x, of.in_features)
-            self._add(of.product(self._in_8_bits, 0, y, y_row), rows=self._rows)
+            self._add(of.product(self._in_8_bits, 0, y, y_row), rows=self._rows, **fields)
         else:
-            self._add(of.product(0, 0, of.in_features * of.dtype.itemsize // 4, y, y_row), rows=self._rows, x=x)
+            x_row = of.in_features * of.dtype.itemsize // 4
+            self._add(of.product(0, 0, x_row, y, y_row), rows=self._rows, x=x, **fields)
 
     def _quantize(self, x: _Place, size: int) -> None:
         """Adds the rows at x in 8 bits, if they are not made yet."""

@@ -35,6 +35,7 @@ from batchgen.kernels.renaming import names_in, with_names
 from batchgen.kernels.replacing import (
     ACTIVATIONS,
     NEAR,
+    AdaptedLinear,
     Packing,
     agree,
     can_fuse,
@@ -225,7 +226,8 @@ def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module |
         return None
     gate_up = packing.pack(weights, biases, act, gates)
     fused = FusedMLP(gate_up, packing.pack([down.weight], [down.bias], layers=[down]))
-    return fused if packing.agrees(part, fused, [*weights, down.weight]) else None
+    adapted = any(isinstance(layer, AdaptedLinear) for layer in (*gates, down))
+    return fused if packing.agrees(part, fused, [*weights, down.weight], adapted=adapted) else None
 
 
 def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
@@ -259,10 +261,14 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, tied: _Tied) -> t
         return tied[id(weight)][1]
     fused = packing.pack([weight], [bias], layers=[part])
     if isinstance(weight, PackedTensor):  # of a head, which is large when it is unpacked, some rows are enough
-        few, few_biases = weight[:COMPARED_ROWS], None if bias is None else bias[:COMPARED_ROWS]
-        agrees = packing.agrees(
-            lambda x: torch.nn.functional.linear(x, few, few_biases), lambda x: fused(x)[..., :COMPARED_ROWS], [weight]
-        )
+        adapted, few = isinstance(part, AdaptedLinear), weight[:COMPARED_ROWS]
+        few_biases = None if bias is None else bias[:COMPARED_ROWS]
+
+        def few_columns(x: torch.Tensor) -> torch.Tensor:
+            y = torch.nn.functional.linear(x, few, few_biases)
+            return y + part.added(x)[..., :COMPARED_ROWS] if adapted else y
+
+        agrees = packing.agrees(few_columns, lambda x: fused(x)[..., :COMPARED_ROWS], [weight], adapted=adapted)
     else:
         agrees = packing.agrees(plain, fused, [weight])
     if not agrees:
@@ -324,7 +330,7 @@ def _can_pack(part: Any, shared: Counter[int], packing: Packing) -> bool:
 def _can_replace(part: Any) -> bool:
     bias = getattr(part, "bias", None)
     return (
-        type(part) is torch.nn.Linear
+        (type(part) is torch.nn.Linear or (type(part) is AdaptedLinear and fits(part.down)))
         and own_forward(part) is not None
         and (isinstance(part.weight, PackedTensor) or is_plain(part.weight))
         and (bias is None or is_plain(bias))

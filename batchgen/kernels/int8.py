@@ -148,7 +148,7 @@ class Int8Linear(KernelLinear):
         made = cls.__new__(cls)
         shape = (layer.experts, layer.out_features, layer.in_features)
         KernelLinear.__init__(made, shape if layer.experts else shape[1:], layer.dtype, layer.gate)
-        made.codes, made.biases = layer.codes, layer.biases
+        made.codes, made.biases, made.adapter = layer.codes, layer.biases, layer.adapter
         panels = len(layer.codes.parts["plane4"])
         made.scales = torch.full((panels, library().batchgen_linear_panel()), _factor(layer.codes.coding))
         return made
@@ -158,7 +158,7 @@ class Int8Linear(KernelLinear):
         x_rows = self.rows_of(x).to(self._kernel_dtype)
         rows = quantize_rows(x_rows)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=self._kernel_dtype)
-        self.product(rows, len(x_rows), y.data_ptr(), self.out_features, starts).run()
+        self.run_with_adapter(self.product(rows, len(x_rows), y.data_ptr(), self.out_features, starts), x_rows)
         return y.to(self.dtype)
 
     @property
@@ -174,7 +174,7 @@ class Int8Linear(KernelLinear):
             x.values.data_ptr(), address_of(self.weights), address_of(self.biases), y,
             x.scales.data_ptr(), self.scales.data_ptr(), address_of(self.beginnings),
             codes=None if self.codes is None else self.codes.address, experts=self.experts, starts=address_of(starts),
-            alpha=self.gate.alpha, limit=self.gate.limit,
+            alpha=self.gate.alpha, limit=self.gate.limit, **self.adapter_fields,
         )  # fmt: skip
         return Call(kernel("linear_int8", self._kernel_dtype), product)
 

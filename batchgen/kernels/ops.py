@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from batchgen.kernels.build import DTYPES, integers, kernel, library, pointers
 from batchgen.kernels.coded import Codes, can_share
@@ -387,7 +388,13 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("alpha", "limit")),
         *pointers("chosen"),
         *integers("chosen_panels"),
+        *pointers("low", "up"),
+        *integers("rank"),
     )
+
+
+_RANKS = 4
+"""The rank of a packed adapter is a multiple of this (linear.h)."""
 
 
 def plain_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -431,6 +438,7 @@ class KernelLinear(torch.nn.Module):
         self.dtype = dtype
         self.gate = activation if isinstance(activation, Gating) else Gating(activation)
         self.activation = self.gate.activation
+        self.adapter: PackedAdapter | None = None
 
     @property
     def num_parts(self) -> int:
@@ -502,6 +510,20 @@ class KernelLinear(torch.nn.Module):
             raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
         return x.reshape(-1, self.in_features)
 
+    def run_with_adapter(self, call: Call, x: torch.Tensor) -> None:
+        """Runs the layer's kernel, and before it the adapter, if there is one, on the rows x [R, K] that the kernel maps."""
+        if self.adapter is not None:
+            low = self.adapter.down(x)
+            call.argument.low = low.data_ptr()
+        call.run()
+
+    @property
+    def adapter_fields(self) -> dict[str, int]:
+        """The fields of a `Product` that have the adapter's second matrix."""
+        if self.adapter is None:
+            return {}
+        return {"up": self.adapter.up.data_ptr(), "rank": self.adapter.down.out_features}
+
 
 class PackedLinear(KernelLinear):
     """A layer whose weights have its own type, or are codes."""
@@ -549,9 +571,9 @@ class PackedLinear(KernelLinear):
         """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
         rows = _in_words(self.rows_of(x))
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
-        self.product(
-            rows.data_ptr(), len(rows), rows.stride(0) * x.itemsize // 4, y.data_ptr(), self.out_features, starts
-        ).run()
+        x_row = rows.stride(0) * x.itemsize // 4
+        call = self.product(rows.data_ptr(), len(rows), x_row, y.data_ptr(), self.out_features, starts)
+        self.run_with_adapter(call, rows)
         return y
 
     def some_columns(self, x: torch.Tensor, panels: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -567,7 +589,7 @@ class PackedLinear(KernelLinear):
         product = Product(
             rows, self.out_features, self.words, x_row, y_row, self.activation, torch.get_num_threads(),
             x, address_of(self.weights), address_of(self.biases), y, codes=None if self.codes is None else self.codes.address,
-            experts=self.experts, starts=address_of(starts), alpha=self.gate.alpha, limit=self.gate.limit,
+            experts=self.experts, starts=address_of(starts), alpha=self.gate.alpha, limit=self.gate.limit, **self.adapter_fields,
         )  # fmt: skip
         return Call(kernel("linear", self.dtype, self.kind), product)
 
@@ -575,12 +597,24 @@ class PackedLinear(KernelLinear):
         return words.view(self._weight_dtype).to(self.dtype)
 
 
+class PackedAdapter(torch.nn.Module):
+    """What a LoRA adapter adds to the products of a layer: (x down^T) up^T. The layer's kernel adds the second product."""
+
+    def __init__(self, down: torch.Tensor, ups: list[torch.Tensor]) -> None:
+        """`down` [R, K]; `ups` are one [N, R], or those of gate and up."""
+        super().__init__()
+        fill = -len(down) % _RANKS
+        self.down = PackedLinear([pad(down, (0, 0, 0, fill))], [None])
+        self.up = in_panels([pad(up.detach().float(), (0, fill)).contiguous() for up in ups])
+        """[panels, R, columns of a panel]"""
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns x [..., K] times a weight [N, K] that is packed on the way into the cache, plus a bias. The types must be those of x; see `fits`."""
     words, rows = weight.detach().view(torch.int32), _in_words(x.reshape(-1, x.shape[-1]))
     y = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
     fill = -len(weight) % library().batchgen_linear_panel()
-    biases = None if bias is None else torch.nn.functional.pad(bias.detach().float(), (0, fill))
+    biases = None if bias is None else pad(bias.detach().float(), (0, fill))
     product = Product(
         len(rows), len(weight), words.shape[1], rows.stride(0) * x.itemsize // 4, len(weight), Activation.NONE, torch.get_num_threads(),
         rows.data_ptr(), words.data_ptr(), address_of(biases), y.data_ptr(), w_row=words.shape[1],

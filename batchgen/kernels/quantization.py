@@ -14,7 +14,7 @@ from batchgen.kernels.fusion import as_linear, fuse_linear
 from batchgen.kernels.int8 import Int8Linear, are_multiplied, quantize_weight
 from batchgen.kernels.memory import give_back
 from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedLinear, plain_weight
-from batchgen.kernels.replacing import Packing, replace_parts
+from batchgen.kernels.replacing import AdaptedLinear, Packing, adapter_of, replace_parts
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model_files import INT8_SMALL
 
@@ -47,7 +47,7 @@ def in_8_bits(layer: PackedLinear) -> Int8Linear:
     pieces = ([quantize_weight(rows) for rows in parts] for parts in layer.pieces())
     weights = [_of_pieces(part, layer.experts) for part in zip(*pieces, strict=True)]
     made = Int8Linear(weights, [], layer.dtype, layer.gate)
-    made.biases = layer.biases
+    made.biases, made.adapter = layer.biases, layer.adapter
     if layer.weights is not None:
         give_back(layer.weights)
     return made
@@ -66,9 +66,9 @@ class Int8Packing(Packing):
 
     def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        kinds = torch.nn.Linear, PackedLinear
+        kinds = torch.nn.Linear, AdaptedLinear, PackedLinear
         named = {id(m): name for name, m in model.named_modules() if type(m) in kinds}
-        self._names = {key: name for key, name in named.items() if any(map(str.isdigit, name.split(".")))}
+        self._names = {key: name for key, name in named.items() if _is_in_layers(name)}
         self._scales = scales
         self.layers = self.weights = 0
         """Linear layers that were packed, and the numbers in their weights."""
@@ -105,7 +105,9 @@ class Int8Packing(Packing):
         if layers:
             scales = [scale for layer in layers for scale in self._scales_of(layer, len(weights) // len(layers))]
         values = [quantize_weight(plain_weight(weight), scale) for weight, scale in zip(weights, scales, strict=True)]
-        return Int8Linear(values, biases, weights[0].dtype, activation)
+        made = Int8Linear(values, biases, weights[0].dtype, activation)
+        made.adapter = adapter_of(layers, len(weights))
+        return made
 
     def _scales_of(self, layer: torch.nn.Linear, parts: int) -> list[torch.Tensor | None]:
         """Returns the checkpoint's scales for each of a layer's equal parts; None for each if it has none."""
@@ -114,6 +116,12 @@ class Int8Packing(Packing):
 
     def tolerance(self, dtype: torch.dtype) -> float:
         return TOLERANCE
+
+
+def _is_in_layers(name: str) -> bool:
+    """Whether a module is in a decoder layer, and is no part of an adapter."""
+    parts = name.split(".")
+    return any(map(str.isdigit, parts)) and "adapter" not in parts
 
 
 def from_layers(name: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from transformers.activations import GELUTanh, SiLUActivation
 
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedLinear, fits
+from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedAdapter, PackedLinear, fits
 from batchgen.kernels.recognition import Code, code_of
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
@@ -37,11 +37,12 @@ class Packing:
         self.around = around
         self._agreed: set[Any] = set()
 
-    def agrees(self, part: Any, fused: Any, weights: list[torch.Tensor]) -> bool:
-        """Whether a replacement gives what the part does. Of layers of codes, which are slow to unpack for this, one of each form is compared."""
+    def agrees(self, part: Any, fused: Any, weights: list[torch.Tensor], *, adapted: bool = False) -> bool:
+        """Whether a replacement gives what the part does. Of layers of codes, which are slow to unpack for this, one of each form is compared, and
+        one that is `adapted`."""
         dtype, size = weights[0].dtype, weights[0].shape[-1]
         coded = all(isinstance(weight, PackedTensor) for weight in weights)
-        key = (type(fused), *(getattr(weight, "coding", None) for weight in weights))
+        key = (type(fused), adapted, *(getattr(weight, "coding", None) for weight in weights))
         if coded and key in self._agreed:
             return True
         agrees = agree(part, fused, size, dtype, self.tolerance(dtype))
@@ -66,7 +67,9 @@ class Packing:
 
         Gate and up may be halves of one layer.
         """
-        return PackedLinear(weights, biases, activation)
+        made = PackedLinear(weights, biases, activation)
+        made.adapter = adapter_of(layers, len(weights))
+        return made
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference from the plain layers, relative to the largest number."""
@@ -109,6 +112,35 @@ def linear_of(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> to
     if bias_N is not None:
         made.bias = torch.nn.Parameter(bias_N.detach(), requires_grad=False)
     return made
+
+
+class AdaptedLinear(torch.nn.Linear):
+    """A linear layer, and what a LoRA adapter adds to its output: y = x W^T + bias + up(down(x))."""
+
+    def __init__(self, linear: torch.nn.Linear, down: torch.Tensor, up: torch.Tensor) -> None:
+        """`linear` [N, K] gives weight and bias; `down` [R, K] and `up` [N, R] are the adapter's, scaled."""
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        weight: Any = linear.weight  # may be packed, which torch takes for no parameter
+        self._parameters |= {"weight": weight, "bias": linear.bias}
+        self.down = torch.nn.Parameter(down, requires_grad=False)
+        self.up = torch.nn.Parameter(up, requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps [..., K] to [..., N]."""
+        return torch.nn.functional.linear(input, self.weight, self.bias).add_(self.added(input))
+
+    def added(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(torch.nn.functional.linear(x, self.down), self.up)
+
+
+def adapter_of(layers: Sequence[torch.nn.Linear], parts: int) -> PackedAdapter | None:
+    """Returns the adapters of layers that read the same x as one, whose output has `parts` equal parts; None without adapters."""
+    adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear)]
+    if not adapted:
+        return None
+    down = torch.cat([layer.down for layer in adapted])
+    ups = [getattr(layer, "up", down.new_zeros(layer.out_features, 0)) for layer in layers]
+    return PackedAdapter(down, list(torch.block_diag(*ups).chunk(parts)))  # type: ignore[no-untyped-call]
 
 
 def own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:

@@ -33,6 +33,45 @@ def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_l
             assert torch.equal(bits_of(coded(x)), bits_of(whole(x)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["numbers", "numbers of 16 bits", "codes", "numbers in 8 bits", "codes in 8 bits"])
+def test_an_adapter_is_added_before_the_activation_whatever_the_weights_are(name, dtype):
+    from batchgen.kernels.ops import Activation
+    from batchgen.kernels.quantization import in_8_bits
+    from batchgen.kernels.replacing import Packing, linear_of
+    from support.fusing import adapted
+
+    def layer(seed):
+        weight = weight_of("AWQ", dtype, seed=seed)
+        if "codes" not in name:
+            weight = weight.unpacked() * (1.0 if "16 bits" in name else 1.0001)
+        return linear_of(weight, torch.arange(float(ROWS)).to(dtype) / ROWS)
+
+    def packed(layers, activation=Activation.NONE):
+        weights, biases = [each.weight for each in layers], [each.bias for each in layers]
+        made = Packing().pack(weights, biases, activation, layers)
+        return in_8_bits(made) if "8 bits" in name else made
+
+    plain = [layer(0), layer(1)]
+    x = torch.randn(3000, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    adapters = adapted(plain[0], 4), adapted(plain[1], 10, seed=1)
+    near = 1e-5 if dtype == torch.float32 else 0.02
+    with torch.inference_mode():
+        both = [(packed([bare])(x), each.added(x)) for bare, each in zip(plain, adapters, strict=True)]
+        gate, up = (y.float() + added.float() for y, added in both)
+        bare_gate = both[0][0].float()
+        for layers, want in (
+            ([adapters[0]], gate),
+            ([*adapters], torch.nn.functional.silu(gate) * up),
+            ([plain[0], adapters[1]], torch.nn.functional.silu(bare_gate) * up),
+        ):
+            fused = packed(layers, Activation.NONE if len(layers) == 1 else Activation.SILU)
+            got = fused(x)
+            assert float((got.float() - want).abs().max()) < near * float(want.abs().max())
+            for rows in (1, 2, 5, 70):
+                assert torch.equal(bits_of(fused(x[:rows])), bits_of(got[:rows]))
+
+
 @pytest.mark.parametrize(("name", "dtype"), slow_but(in_turn(CODINGS, DTYPES[::-1]), product(CODINGS, DTYPES)))
 def test_an_embedding_whose_codes_are_those_of_the_head_is_held_once_and_gives_the_same_rows(name, dtype):
     from batchgen.kernels.fusion import fuse_linear

@@ -10,6 +10,7 @@ from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.quantization import Int8Packing, quantize_linear
 from batchgen.model.adapter import prepare
 from batchgen.model.weights.int8 import quantize
+from support.fusing import with_adapters
 from support.models import build, engine_for, kernels, make_requests, run
 from support.params import in_turn, slow_but
 
@@ -87,6 +88,28 @@ def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeyp
         del body.forward
         assert logprobs(model) == together
         assert set(found) == each
+    monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
+    assert logprobs(model) == together
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "without"), [("llama", ()), ("llama", ("gate_proj", "k_proj")), ("phi3", ()), ("gemma2", ("down_proj",))]
+)
+def test_layers_with_adapters_run_in_one_call_and_give_the_same_bits(monkeypatch, dtype, kind, without, int8):
+    biased = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
+    module = with_adapters(build(kind, **(SHAPE | biased)).to(dtype), without)
+    plain = logprobs(prepare(module, kernels=None))
+    model = prepare(module, kernels=kernels(), int8=int8)
+    if int8:
+        quantize_linear(model.module)
+    assert "stack" in model.module.model.__dict__
+    found = recorded_layers(monkeypatch)
+    together = logprobs(model)
+    assert set(found) == {(0, 1)}
+    if not int8 and dtype == torch.float32:
+        assert [[token.token for token in row] for row in together] == [[token.token for token in row] for row in plain]
     monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
 

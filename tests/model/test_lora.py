@@ -17,7 +17,6 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
 from batchgen.kernels.memory import mapped_files
-from batchgen.model.weights.lora import AdaptedLinear
 from batchgen.model.weights.streamed import decoder_layers, tensors_in
 from batchgen.model_files import adapter_folder
 from support.late import late
@@ -136,11 +135,19 @@ def test_packed_layers_stay_packed_beside_an_adapter(name: str, kind: str, tmp_p
     for options in ({"compile": "off"}, {"compile": "auto"}, {"compile": "auto", "weights": "streamed"}):
         model = load(tmp_path, **options)
         assert tokens(model) == expected
-        adapted = [part for part in model.module.modules() if isinstance(part, AdaptedLinear)]
+        adapted = [part for part in model.module.modules() if getattr(part, "adapter", None) is not None]
         # Without kernels, what fits is unpacked.
         assert bool(adapted) == (kind not in ("DoRA", "PiSSA") and options["compile"] == "auto")
         assert bool(adapted) == any("runs beside the packed weights" in note for note in model.notes)
-        assert all(part.linear.codes is not None for part in adapted)
+        assert all(part.codes is not None for part in adapted)
+
+
+@pytest.mark.usefixtures("needs_kernels")
+def test_an_adapter_with_a_bias_and_an_odd_rank_runs_beside_layers_without_a_bias(tmp_path: Path) -> None:
+    make("awq", tmp_path / "model")
+    options = {"target_modules": "all-linear", "lora_bias": True, "r": 3}
+    expected = generate_all(add_to(dequantized("awq", tmp_path / "model"), tmp_path, **options), PROMPTS, LENGTHS)
+    assert tokens(load(tmp_path, compile="auto")) == expected
 
 
 @pytest.mark.usefixtures("needs_kernels")

@@ -26,6 +26,7 @@ from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.pool_size import BATCH_SIZE, sufficient_memory
 from batchgen.scheduling.waiting import POLICIES
 from support.drafters import ForcedDrafter, known
+from support.fusing import with_adapters
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
 from support.params import FULL, slow_but
 from support.quantized import make
@@ -42,7 +43,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 @cache
 def model(name: str, dtype: torch.dtype, tied: bool = False) -> Any:
     shape = SHAPE | {"tie_word_embeddings": tied} if name in LARGER else {}
-    return prepare(build(name, **shape).to(dtype), kernels=kernels())
+    module = build(name.removesuffix(" adapted"), **shape).to(dtype)
+    return prepare(with_adapters(module) if name.endswith(" adapted") else module, kernels=kernels())
 
 
 @dataclass
@@ -195,12 +197,12 @@ LARGER = [
     "mixtral", "gpt_oss", "phimoe",
 ]  # fmt: skip
 """Models that are built with `SHAPE`."""
-MODELS = ["llama tied", *SHAPES]
+MODELS = ["llama tied", "llama adapted", *SHAPES]
 ROWS = 8 if FULL else 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", slow_but(["llama tied", "qwen3_5_text", "jamba", "dbrx"], MODELS))
+@pytest.mark.parametrize("name", slow_but(["llama tied", "llama adapted", "qwen3_5_text", "jamba", "dbrx"], MODELS))
 def test_a_row_of_a_job_equals_the_same_row_run_alone(name: str, dtype: torch.dtype) -> None:
     check(model(name.removesuffix(" tied"), dtype, name.endswith("tied")), 1, ROWS, 60)
 

@@ -70,6 +70,7 @@ constexpr int PANELS_OF_A_ROW = 2;
 constexpr bool FOUR_IN_REGISTERS = false;
 constexpr int PANELS_OF_A_ROW = 1;
 #endif
+constexpr int RANKS = 4;  // inputs of an adapter's second product at a time
 constexpr int64_t MIN_WORK = 1500;  // words of panels times blocks of rows, about 12 cycles each, that are worth a thread
 
 struct Product {  // `Product` in ops.py is the same
@@ -96,6 +97,10 @@ struct Product {  // `Product` in ops.py is the same
     double alpha, limit;    // of the activation
     const int64_t* chosen;  // the panels that are computed, where not all of them are; null with experts
     int64_t chosen_panels;
+    // An adapter of low rank: `low` (up)^T is added to the products. Null without one.
+    const void* low;  // [rows][rank], in the type of y
+    const float* up;  // [panels][rank][WIDTH]
+    int64_t rank;       // a multiple of RANKS
 };
 
 INLINE int64_t panels_of(const Product& p) { return (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH; }
@@ -203,7 +208,7 @@ INLINE void put(T* y, int64_t columns, const floats (&values)[N]) {
     }
 }
 
-// Finishes the sums of one row and panel (scales, bias, activation), and writes them to y.
+// Finishes the sums of one row and panel (scales, bias, adapter, activation), and writes them to y.
 template <class E, class T>
 INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_t row) {
     floats values[VECTORS];
@@ -215,6 +220,15 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
             if (p.experts) values[v] = rounded<T>(values[v]);  // their modules add it to the rounded product
             values[v] += load<floats>(p.bias + panel * WIDTH + v * LANES);
         }
+    if (p.low) {
+        floats added[RANKS][VECTORS] = {};  // so many sums that none waits for itself
+        const T* low = (const T*)p.low + row * p.rank;
+        const float* up = p.up + panel * p.rank * WIDTH;
+        for (int64_t i = 0; i < p.rank; i += RANKS)
+            for (int j = 0; j < RANKS; j++)
+                for (int v = 0; v < VECTORS; v++) added[j][v] += load<floats>(up + (i + j) * WIDTH + v * LANES) * to_float(low[i + j]);
+        for (int v = 0; v < VECTORS; v++) values[v] += (added[0][v] + added[1][v]) + (added[2][v] + added[3][v]);
+    }
     const int width = p.activation == NONE ? WIDTH : WIDTH / 2;
     T* y = (T*)p.y + row * p.y_row + panel * width;
     const int64_t columns = p.columns - panel * width;
@@ -479,6 +493,7 @@ void run(const Product& p) {
             part.x = (const uint32_t*)wide.data();
             part.x_row = size;
             part.y = (T*)p.y + first * p.y_row;
+            if (p.low) part.low = (const T*)p.low + first * p.rank;
             if (!p.codes) {
                 multiply<E, T>(part);
                 continue;

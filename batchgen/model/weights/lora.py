@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.nn.functional import pad
 
 from batchgen.errors import ModelError, in_one_line
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.replacing import linear_of
+from batchgen.kernels.replacing import AdaptedLinear
 from batchgen.model.multimodal import Absent
 from batchgen.model.weights.quantized import packed_in, unpack
 from batchgen.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_merged, read_json
@@ -28,25 +27,6 @@ from batchgen.prompts.tokenizer import text_config
 
 # transformers 4.52 moved the language model of multimodal classes, and with it the names of all of its layers.
 _OLD_NAMES = "; or, if transformers before 4.52 saved the adapter, rename its tensors as in this model"
-
-
-class AdaptedLinear(torch.nn.Module):
-    """A linear layer with packed weights, and what an adapter adds to its output: y = linear(x) + up(down(x))."""
-
-    def __init__(
-        self, linear: torch.nn.Linear, down: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None
-    ) -> None:
-        """`down` [R, K], `up` [N, R] and `bias` [N] are the adapter's, scaled."""
-        super().__init__()
-        self.linear = linear
-        dtype = linear.weight.dtype
-        self.down = linear_of(down.to(dtype))
-        self.up = linear_of(up.to(dtype), None if bias is None else bias.to(dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps [..., K] to [..., N]."""
-        y: torch.Tensor = self.linear(x)
-        return y.add_(self.up(self.down(x)))
 
 
 def add_adapter(
@@ -155,11 +135,13 @@ def _runs_beside(part: Any, head: Any) -> bool:
 
 def _adapted(part: Any) -> AdaptedLinear:
     scale, down, up = part.scaling["default"], part.lora_A["default"], part.lora_B["default"]
-    bias = None if up.bias is None else up.bias.float() * scale
-    odd = len(down.weight) % 2  # the kernels read bfloat16 in pairs
-    return AdaptedLinear(
-        part.get_base_layer(), pad(down.weight, (0, 0, 0, odd)), pad(up.weight.float() * scale, (0, odd)), bias
-    )
+    base = part.get_base_layer()
+    if up.bias is not None:
+        more = up.bias.float() * scale
+        bias = more if base.bias is None else base.bias.float() + more
+        base.bias = torch.nn.Parameter(bias.to(base.weight.dtype), requires_grad=False)
+    dtype = base.weight.dtype
+    return AdaptedLinear(base, down.weight.to(dtype), (up.weight.float() * scale).to(dtype))
 
 
 def _sorted_names(names: Iterable[str]) -> list[str]:
