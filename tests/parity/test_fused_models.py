@@ -2,11 +2,13 @@
 
 import copy
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
-from support.fusing import fuse
+from batchgen.kernels.replacing import AdaptedLinear
+from support.fusing import fuse, with_adapters
 from support.models import build
 from support.params import slow_but
 from support.shapes import CORE, SHAPES, VOCAB
@@ -32,11 +34,15 @@ def _logits(model: torch.nn.Module) -> torch.Tensor:
     return logits.float()
 
 
-@pytest.mark.parametrize("name", slow_but(CORE, sorted(SHAPES)))
-def test_logits_in_float32_differ_only_by_rounding(name):
-    model = build(name)
+@pytest.mark.parametrize(
+    ("name", "adapters"),
+    slow_but([*((name, False) for name in CORE), ("llama", True)], [*product(sorted(SHAPES), (False, True))]),
+)
+def test_logits_in_float32_differ_only_by_rounding(name, adapters):
+    model = with_adapters(build(name)) if adapters else build(name)
     plain = _logits(model)
     fuse(model)
+    assert not any(isinstance(part, AdaptedLinear) for part in model.modules())
     assert float((_logits(model) - plain).abs().max()) < TOLERANCE * float(plain.abs().max())
 
 

@@ -12,6 +12,7 @@ from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, FusedPa
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import PackedLinear
 from batchgen.kernels.replacing import AdaptedLinear, Packing
+from batchgen.model.weights.streamed import decoder_layers
 
 KINDS = {
     DeviceMLP: "gated MLPs", DeviceNorm: "norms", DeviceProjection: "joint projections", FusedExperts: "experts",
@@ -30,13 +31,13 @@ def adapted(linear, rank=6, seed=0):
     """Returns a linear layer with a random adapter beside it."""
     generator = torch.Generator().manual_seed(seed)
     down = torch.randn(rank, linear.in_features, generator=generator) / linear.in_features**0.5
-    up = torch.randn(linear.out_features, rank, generator=generator) / rank**0.5
+    up = torch.randn(linear.out_features, rank, generator=generator) * 0.1
     return AdaptedLinear(linear, down.to(linear.weight.dtype), up.to(linear.weight.dtype))
 
 
 def with_adapters(model, without=()):
     """Gives each linear layer of a decoder's layers an adapter, in place, but for those of these names."""
-    for layer in model.model.layers:
+    for layer in decoder_layers(model):
         for parent in list(layer.modules()):
             for i, (name, part) in enumerate(parent._modules.items()):
                 if type(part) is torch.nn.Linear and name not in without:
