@@ -97,6 +97,8 @@ class Completion:
     """The tokens as sampled, including an end token."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One per token id; None if they were not asked for."""
+    valid: bool | None = None
+    """Whether `text` is JSON that its schema allows; None without a schema."""
 
     def __repr__(self) -> str:
         return _short_repr(self)
@@ -135,7 +137,7 @@ class Result:
     """The (first) completion's tokens as sampled, an end token included."""
     truncated: bool = False
     valid: bool | None = None
-    """Whether `text` is JSON that its schema allows; None without a schema."""
+    """That of the (first) completion."""
     completions: tuple[Completion, ...] = ()
     """All completions, if there are several or log-probabilities were asked for; else empty."""
     choice_probs: dict[str, float] | None = None

@@ -103,7 +103,7 @@ class RowCounts:
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of rows by the reason why they ended (`Result.reason`)."""
     json: Counter[str] = field(default_factory=Counter)
-    """Number of rows by what their text is to their JSON schema: `valid`, `cut` in its middle, `invalid`."""
+    """Number of completions by what their text is to their JSON schema: `valid`, `cut` in its middle, `invalid`."""
 
     def __post_init__(self) -> None:
         self.reasons = Counter(self.reasons)  # a plain dict if the counts were stored as JSON
@@ -121,8 +121,9 @@ class RowCounts:
         self.truncated += rows if result.truncated else 0
         self.unanswered += rows if result.unanswered else 0
         self.reasons[result.reason] += rows
-        if result.valid is not None:
-            self.json["valid" if result.valid else "invalid" if result.finish_reason == "stop" else "cut"] += rows
+        for one in result.completions or (result,):
+            if one.valid is not None:
+                self.json["valid" if one.valid else "invalid" if one.finish_reason == "stop" else "cut"] += rows
         self.prompt_tokens += 0 if failed else rows * result.prompt_tokens
         self.completion_tokens += rows * result.completion_tokens
         self.equal += equal

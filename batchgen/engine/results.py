@@ -121,10 +121,12 @@ def cancelled_result(request: Request) -> Result:
 
 def _generated(request: Request, completions: tuple[Completion, ...], reasoning_tokens: int = 0) -> Result:
     """Returns the result of completions, of which `reasoning_tokens` tokens are thoughts."""
-    first, params = completions[0], request.params
-    valid = None
-    if params.json_schema is not None:  # and whole: the first digits of a number are a number too
-        valid = first.finish_reason == "stop" and is_valid(first.text, params.json_schema)
+    params, schema = request.params, request.params.json_schema
+    if schema is not None:  # valid is also whole: the first digits of a number are a number too
+        completions = tuple(
+            replace(c, valid=c.finish_reason == "stop" and is_valid(c.text, schema)) for c in completions
+        )
+    first = completions[0]
     return Result(
         row=request.row,
         text=first.text,
@@ -136,7 +138,7 @@ def _generated(request: Request, completions: tuple[Completion, ...], reasoning_
         tool_calls=first.tool_calls,
         reasoning_tokens=reasoning_tokens,
         truncated=request.truncated,
-        valid=valid,
+        valid=first.valid,
         completions=completions if params.n > 1 or params.logprobs is not None else (),
     )
 

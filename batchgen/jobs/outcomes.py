@@ -101,10 +101,11 @@ class Outcomes:
                 f"{reasons['timeout']:,} of {counted(done, 'row')} {were} cut by --row-timeout; "
                 "run again with --retry timeout and a longer --row-timeout to finish"
             )
-        cut = self.run.new.json["cut"] + self.run.resumed.json["cut"]
-        if cut:
+        json = self.run.new.json + self.run.resumed.json
+        cut = json["cut"]
+        if cut and reasons["length"]:
             self.tracker.note(
-                f"{cut:,} of {counted(done, 'row')} {'ends' if cut == 1 else 'end'} in the middle of {'its' if cut == 1 else 'their'} JSON; "
+                f"{cut:,} of {counted(json.total(), 'completion')} {'ends' if cut == 1 else 'end'} in the middle of {'its' if cut == 1 else 'their'} JSON; "
                 f"run again with --retry length and a larger --max-tokens to finish {'it' if cut == 1 else 'them'}{self._of_them_repeat()}"
             )
         elif not endless and _MANY * reasons["length"] > done and reasons["length"] >= _MANY:

@@ -160,6 +160,8 @@ def output_row(row: Row, result: Result, form: RowForm, parts: Mapping[str, Part
         out["tool_calls"] = plain_calls(result.tool_calls)
     if result.completions:
         out["choices"] = completion_values(result.completions, token_ids=form.token_ids, known=ids_known(result))
+        for choice in out["choices"] if form.parsed else ():
+            choice["parsed"] = json.loads(choice["text"]) if choice.get("valid") else None
     out |= plain_parts(result, parts)
     for name in form.asked:
         out.setdefault(name, None)

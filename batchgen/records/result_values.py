@@ -58,6 +58,8 @@ def completion_values(
             choice["reasoning"] = c.reasoning
         if c.tool_calls:
             choice["tool_calls"] = plain_calls(c.tool_calls)
+        if c.valid is not None:
+            choice["valid"] = c.valid
         choice["logprobs"] = (
             None if c.logprobs is None else [_token_entry(t) | {"top": [*map(_token_entry, t.top)]} for t in c.logprobs]
         )
@@ -84,6 +86,7 @@ def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ..
                 tool_calls=calls_of(choice.get("tool_calls")),
                 token_ids=tuple(ids),
                 logprobs=logprobs,
+                valid=choice.get("valid"),
             )
         )
     return tuple(completions)

@@ -169,12 +169,21 @@ def result_types(form: RowForm) -> dict[str, pa.DataType]:
         types["parsed"] = schema_type(json.loads(form.parsed))
     if form.reasoning:
         types["usage"] = pa.struct([*types["usage"], ("reasoning_tokens", pa.int64())])
-        types["choices"] = pa.list_(pa.struct([*types["choices"].value_type, ("reasoning", pa.string())]))
     else:
         del types["reasoning"]  # a column of the input may be called so
-    if form.tool_calls:
-        types["choices"] = pa.list_(pa.struct([*types["choices"].value_type, ("tool_calls", _CALLS_TYPE)]))
+    own = {
+        "reasoning": form.reasoning,
+        "tool_calls": form.tool_calls,
+        "valid": "valid" in there,
+        "parsed": "parsed" in there,
+    }
+    types["choices"] = _with_fields(types["choices"], {name: types[name] for name, has in own.items() if has})
     return types
+
+
+def _with_fields(choices: pa.ListType, more: Mapping[str, pa.DataType]) -> pa.DataType:
+    """Returns the type of `choices` with more fields in each."""
+    return pa.list_(pa.struct([*choices.value_type, *more.items()]))
 
 
 def fixed_types(form: RowForm) -> dict[str, pa.DataType]:
@@ -315,8 +324,11 @@ class _Spool:
 
     def results(self) -> dict[str, pa.DataType]:
         """`types`, and `valid` if rows had schemas of their own and no column of the input is called so. Complete after the last row."""
-        own = {"valid"} if self._has_valid and not self._carries_valid else set()
-        return {n: self.types.get(n, of) for n, of in RESULT_FIELDS.items() if n in self.types or n in own}
+        if not self._has_valid or "valid" in self.types:
+            return self.types
+        valid = {"valid": RESULT_FIELDS["valid"]}
+        types = self.types | {"choices": _with_fields(self.types["choices"], valid)}
+        return types if self._carries_valid else {n: (types | valid)[n] for n in RESULT_FIELDS if n in types | valid}
 
     def rows(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Yields every row, and its size in bytes."""
@@ -490,6 +502,9 @@ def result_array(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array
         values = [id_text(v) for v in values]
     elif field.name == "parsed":
         values = [fitted(v, field.type) for v in values]
+    elif field.name == "choices" and field.type.value_type.get_field_index("parsed") >= 0:
+        of = field.type.value_type.field("parsed").type
+        values = [v and [choice | {"parsed": fitted(choice["parsed"], of)} for choice in v] for v in values]
     elif field.name == "embedding":
         values = [v and decoded_embedding(v) for v in values]
     elif field.name == "choice_probs":  # Arrow makes a map of pairs

@@ -1,5 +1,6 @@
 """Several completions, log-probabilities, labels, scores and grammars by `batchgen run`: the rows that come out."""
 
+import csv
 import json
 from typing import Any
 
@@ -23,7 +24,7 @@ def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
     for output in (tmp_path / "o.jsonl", tmp_path / "o.parquet"):
         outcome = cli("run", write_jsonl(rows), *options, "-o", output)
         assert outcome.code == 3
-        assert "1 of 3 rows ends in the middle of its JSON; run again with --retry length" in outcome.err
+        assert "1 of 2 completions ends in the middle of its JSON; run again with --retry length" in outcome.err
         assert "objects of the JSON schema have no other keys" in outcome.err
         counts = {"valid": 1, "cut": 1, "invalid": 0}
         assert json.loads(stats.read_text())["json"] == counts
@@ -58,6 +59,48 @@ def test_a_number_that_is_cut_is_not_valid(cli, write_jsonl, tiny_model_dir, tmp
     assert [row["parsed"] for row in rows] == [int(row["text"]) if row["valid"] else None for row in rows]
     figures = json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_text())["json"]
     assert figures == {"valid": ends.count("stop"), "cut": ends.count("length"), "invalid": 0}
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.parquet", "o.csv"])
+def test_each_of_several_completions_says_whether_it_is_valid_and_has_its_value(
+    cli, write_jsonl, tiny_model_dir, tmp_path, name
+):
+    schema, output = tmp_path / "schema.json", tmp_path / name
+    schema.write_text('{"type": "array", "items": {"type": "integer", "minimum": 1}}')
+    rows: list[dict[str, Any]] = [{"prompt": f"{i}"} for i in range(6)]
+    options = ("-m", tiny_model_dir, "-n", "3", "--temperature", "2", "--max-tokens", "5", "-o", output)
+    for count, more in ((5, ()), (6, ("--parse", "json"))):  # the second run reads the rows of the first one back
+        outcome = cli("run", write_jsonl(rows[:count]), "--json-schema", schema, *options, *more)
+        assert outcome.code == 0
+    if output.suffix == ".csv":
+        with output.open(newline="") as file:
+            choices = [json.loads(row["choices"]) for row in csv.DictReader(file)]
+    else:
+        read = pq.read_table(output).to_pylist() if output.suffix == ".parquet" else json_rows(output)
+        assert [(row["valid"], row["parsed"]) for row in read] == [
+            (row["choices"][0]["valid"], row["choices"][0]["parsed"]) for row in read
+        ]
+        choices = [row["choices"] for row in read]
+    every = [choice for row in choices for choice in row]
+    ends = [choice["finish_reason"] for choice in every]
+    assert (len(every), {*ends}) == (18, {"stop", "length"})
+    assert [choice["valid"] for choice in every] == [end == "stop" for end in ends]
+    assert [c["parsed"] for c in every] == [json.loads(c["text"]) if c["valid"] else None for c in every]
+    figures = json.loads((tmp_path / f"{name}.job" / "stats.json").read_text())
+    assert figures["job"]["json"] == {"valid": ends.count("stop"), "cut": ends.count("length"), "invalid": 0}
+    assert f"{ends.count('length')} of 18 completions end in the middle of their JSON" in outcome.err
+
+
+def test_completions_of_a_rows_own_schema_say_in_a_table_whether_they_are_valid(
+    cli, write_jsonl, tiny_model_dir, tmp_path
+):
+    own = {"sampling_params": {"json_schema": {"enum": [1]}, "n": 2, "max_tokens": 4}}
+    for carried in ({}, {"valid": "of the input"}):
+        output = tmp_path / f"{len(carried)}.parquet"
+        source = write_jsonl([{"prompt": "x"} | own | carried, {"prompt": "y", "sampling_params": {"n": 2}}])
+        assert cli("run", source, "-m", tiny_model_dir, "-o", output).code == 0
+        found = [[choice["valid"] for choice in row["choices"]] for row in pq.read_table(output).to_pylist()]
+        assert found == [[True, True], [None, None]]
 
 
 def test_a_value_of_a_rows_own_schema_that_does_not_fit_the_column_is_in_the_text_alone(

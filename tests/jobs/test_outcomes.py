@@ -104,6 +104,19 @@ def test_even_one_row_without_an_answer_is_noted():
     ]
 
 
+def test_cut_json_suggests_retry_length_only_where_length_has_cut_a_row():
+    told = Recorder()
+    outcomes = Outcomes(Tracker(told), None)
+    outcomes.done(Result(row=0, text="[1", finish_reason="repetition", valid=False))
+    outcomes.note_cut_rows()
+    assert told.notes == []
+    outcomes.done(Result(row=1, text="[1", finish_reason="length", valid=False))
+    outcomes.note_cut_rows()
+    assert told.notes == [
+        "2 of 2 completions end in the middle of their JSON; run again with --retry length and a larger --max-tokens to finish them"
+    ]
+
+
 @pytest.mark.parametrize(
     ("repeating", "more"), [(12, "; 12 of them repeat themselves, which --max-repeats 4 ends early"), (9, "")]
 )
