@@ -130,8 +130,8 @@ class JobFolder(HeldResults):
                 self.add_missing(() if old.request["openai"] else held)
         retry = self._manifest.request["retry"]
         interrupted = bool(retry) and self.fact("retry") == retry
-        if not interrupted:
-            _settle(self, self._manifest)  # of a run that was killed, and that this one does not continue
+        if not interrupted and _fits_forgotten(self._manifest):
+            self.settle_forgotten(usable=True)  # of a run that was killed, and that this one does not continue
         if retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
             self.forget([RETRY_REASONS[name] for name in retry])
             self.set_fact("retry", retry)
@@ -278,7 +278,7 @@ class JobFolder(HeldResults):
             self._keys.close()
             self._record.rows = self._row_figures.as_dict()
             self._record.save(self.folder)
-            _settle(self, self._manifest)
+            self.settle_forgotten(usable=_fits_forgotten(self._manifest))
             write_json(self.folder / "stats.json", stats)
             partial = self.folder / "output.partial"
             new = self._target.to_be(partial, self._file.hexdigest())
@@ -360,15 +360,17 @@ def _finished_job(opened: Opening, figures: dict[str, Any]) -> FinishedJob:
     left: bool | None = False
     if (opened.folder / RESULTS_FILE).exists():
         with closing(Results(opened.folder, 0.0)) as results:
-            _settle(results, opened.manifest)  # of a run that was killed before it began
+            results.settle_forgotten(
+                usable=_fits_forgotten(opened.manifest)
+            )  # of a run that was killed before it began
             left = _shrink(results)
     notes = opened.notes + _clean_up(opened.folder, left)
     return FinishedJob(figures, bool(opened.manifest.settings.get("chat")), notes=notes)
 
 
-def _settle(results: Results, manifest: Manifest) -> None:
-    """Ends `--retry`. Once the limit was raised, rows that an earlier limit has cut must run again."""
-    results.settle_forgotten(usable=manifest.settings.get(FIRST_LIMIT) is None)
+def _fits_forgotten(manifest: Manifest) -> bool:
+    """Whether results that `--retry` has dropped fit the settings. Once the limit was raised, rows that an earlier limit has cut must run again."""
+    return manifest.settings.get(FIRST_LIMIT) is None
 
 
 def _shrink(results: Results) -> bool | None:

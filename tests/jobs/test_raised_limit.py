@@ -79,6 +79,17 @@ def test_only_truncated_rows_are_generated_again(runs):
     assert runs.run([*PROMPTS, "new"], **with_limit(12))[0] == ["new"]
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_limit_of_rows_takes_no_truncated_rows_away_after_an_interrupted_run(runs, window):
+    runs.run(PROMPTS, window=window, **with_limit(4))
+    again = runs.run(PROMPTS, retry=("length",), most=2, window=window, **with_limit(8))[0]
+    for most in (3, None):
+        again += runs.run(PROMPTS, limit=1, most=most, window=window, **with_limit(8))[0]
+    assert sorted(again) == sorted(CUT_AT_4)
+    assert [row["text"] for row in runs.rows()] == [f"{p}/0 {min(length(p), 8)}" for p in PROMPTS]
+    assert runs.run(PROMPTS, window=window, **with_limit(8))[0] == []
+
+
 def test_a_larger_limit_alone_and_a_smaller_one_are_refused(runs):
     runs.run(PROMPTS, **with_limit(4))
     before = {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
