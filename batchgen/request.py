@@ -42,6 +42,8 @@ class Image:
     """Whether its tokens see one another, those after them too: they run in one step."""
     prompt: int = 0
     """If all tokens of its prompt see one another: a digest of the prompt, below `IMAGE_IDS`. They run in one step, and no other prompt shares them."""
+    named: str = ""
+    """How messages call it, such as `the image 'a.png' of messages[0].content[1]`."""
 
     @property
     def id(self) -> int:

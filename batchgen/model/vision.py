@@ -104,8 +104,8 @@ class Vision:
         self._prepared: dict[int, Future[dict[str, Any]]] = {}
         self._shown: tuple[torch.Tensor, Features] | None = None
         """Of the forward that is running: the places [M] of the images' tokens in the packed batch, and their features."""
-        self.failed: dict[int, RowError] = {}
-        """By `Image.token`: the images that cannot be shown, and why."""
+        self.failed: dict[int, str] = {}
+        """By `Image.token`: the images that cannot be shown, and why: what a message says after the name of the image."""
         self._deep_layers: set[int] = set()
         self.encoded = 0
         """Number of images that the encoder has run on."""
@@ -134,11 +134,9 @@ class Vision:
 
     def error_of(self, images: Sequence[Image]) -> RowError | None:
         """Returns the error of a row with these images: that of the first one that cannot be shown; None if all can."""
-        if self.failed:
-            for number, image in enumerate(images, 1):
-                if image.token in self.failed:
-                    error = self.failed[image.token]
-                    return RowError(error.type, f"image {number} of the row: {error.message}")
+        for image in images if self.failed else ():
+            if image.token in self.failed:
+                return RowError("invalid_image", f"{image.named} {self.failed[image.token]}")
         return None
 
     def clear(self) -> None:
@@ -246,8 +244,8 @@ class Vision:
             except (RowError, ValueError, IndexError, RuntimeError) as e:
                 if is_out_of_memory(e) or isinstance(e, torch.AcceleratorError):
                     raise
-                why = RowError("invalid_image", f"{image.path!r} cannot be encoded: {in_one_line(e)}")
-                self.failed[image.token] = e if isinstance(e, RowError) else why
+                why = e.message if isinstance(e, RowError) else f"cannot be encoded: {in_one_line(e)}"
+                self.failed[image.token] = why
                 weight = self._module.get_input_embeddings().weight
                 found = Features(weight.new_zeros(image.count, self._hidden_size))
             self._features[image.token] = found

@@ -174,7 +174,9 @@ class Columns:
     def _has_images_alone(self, columns: Mapping[str, Any]) -> bool:
         """Whether the row's images are its prompt, with `--prefix` and `--system` at most."""
         written = self._named or self._prompt in columns or self._messages in columns
-        return not written and any(not _is_empty(images_of_cell(columns.get(name))) for name in self._images)
+        cells = [images_of_cell(columns.get(name)) for name in self._images]
+        images = [one for cell in cells for one in (cell if isinstance(cell, list) else [cell])]
+        return not written and not all(map(_is_empty, images))
 
     def _has_messages(self, columns: Mapping[str, Any]) -> bool:
         value = columns.get(self._messages)

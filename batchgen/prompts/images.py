@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from batchgen.config import ModelConfig
-from batchgen.errors import RowError, UsageError, in_one_line
+from batchgen.errors import RowError, UsageError, first_line, in_one_line
 from batchgen.model_files import MLX, find_file
 from batchgen.prompts.hub import load_failure
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
@@ -184,9 +184,10 @@ class ImageProcessor:
         layout = self._layout(file, alone)
         count = sum(layout.runs)
         if self._longest is not None and count > self._longest:
-            why = f"{file.path!r} has {count} tokens, and the model takes at most {self._longest}, the length of its sliding window"
+            why = f"{file.named} has {count} tokens, and the model takes at most {self._longest}, the length of its sliding window"
             raise RowError("invalid_image", why)
-        return Image(self._token(file.digest, alone), count, file.path, layout.grid, alone, self._whole), layout
+        token = self._token(file.digest, alone)
+        return Image(token, count, file.path, layout.grid, alone, self._whole, named=file.named), layout
 
     def _token(self, digest: bytes, alone: bool) -> int:
         """Returns `Image.token`. `digest`: of the file's bytes."""
@@ -213,15 +214,15 @@ class ImageProcessor:
 
     def pixels(self, image: Image) -> dict[str, Any]:
         """Returns what the encoder takes for an image: tensors by the names of its arguments. If its tokens have several ids, these are `input_ids`
-        (a list). Raises `RowError("invalid_image")`."""
+        (a list). Raises `RowError("invalid_image")`, whose message does not name the image."""
         try:
             with open_file(image.path) as opened:
                 decoded = decode_image(opened)
                 token = self._token(image_digest(opened), image.alone)
         except Exception as e:  # noqa: BLE001 - Pillow's readers raise errors of many kinds for damaged files
-            raise RowError("invalid_image", f"{image.path!r} cannot be read: {in_one_line(e)}") from None
+            raise RowError("invalid_image", f"cannot be read: {first_line(e)}") from None
         if token != image.token:
-            raise RowError("invalid_image", f"{image.path!r} has changed since the job read it")
+            raise RowError("invalid_image", "has changed since the job read it")
         inputs, text = self._processed(decoded, image.alone)
         if self.indicators:
             inputs["input_ids"] = self._hf.tokenizer.convert_tokens_to_ids(self._one.findall(text))
@@ -240,7 +241,7 @@ class ImageProcessor:
                     inputs, text = self._processed(blank, alone)
                 except (ValueError, MemoryError) as e:  # such as an aspect ratio that the processor refuses
                     size = f"{file.width} x {file.height} pixels"
-                    why = f"{file.path!r} has {size}, which the model does not take: {in_one_line(e)}"
+                    why = f"{file.named} has {size}, which the model does not take: {in_one_line(e)}"
                     raise RowError("invalid_image", why) from None
                 self._layouts[key] = ImageLayout(
                     text=self._runs.sub(lambda _: self._soft, text),
@@ -332,12 +333,7 @@ class PromptImages:
         if len(after) != len(files):
             there = f"the prompt has {counted(len(files), 'image')}, and its text has {counted(len(after), 'place')} for images"
             raise RowError("template_error", f"{there} ({self.processor.placeholder})")
-        made = []
-        for number, file in enumerate(found, 1):
-            try:
-                made.append(self.processor.image(file, alone=len(files) == 1))
-            except RowError as e:
-                raise RowError(e.type, f"image {number} of the row: {e.message}") from None
+        made = [self.processor.image(file, alone=len(files) == 1) for file in found]
         prompt = self.processor.prompt_text(
             before, [(layout, rest) for (_, layout), rest in zip(made, after, strict=True)]
         )

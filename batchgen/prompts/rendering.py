@@ -9,7 +9,6 @@ import urllib.parse
 from collections.abc import Generator, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
-from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -150,8 +149,8 @@ def _content_cut(content: Any, how: _How) -> Any:
     return [{**part, "text": how.cut(part["text"])} if "text" in part else part for part in content]
 
 
-def _all_of(images: Mapping[str, list[Message]]) -> list[Message]:
-    return [part for parts in images.values() for part in parts]
+def _all_of(images: Mapping[str, list[Message | None]]) -> list[Message]:
+    return [part for parts in images.values() for part in parts if part is not None]
 
 
 class Renderer:
@@ -281,9 +280,9 @@ class Renderer:
         marks = _marks(len(every), texts, self._template.source) if every else []
         left = iter(marks)
         for name, parts in images.items():
-            own = list(islice(left, len(parts)))
-            if name in given:
-                given[name] = own if isinstance(columns[name], list | tuple) else "".join(own)
+            own = ["" if part is None else next(left) for part in parts]
+            if name in given:  # a list in a CSV file is text, and so are its images, unless one of them is missing
+                given[name] = own if isinstance(columns[name], list | tuple) or "" in own else "".join(own)
         text = self._template.text(columns, (yield TemplateCall("row", self._template.source, given)))
         variables = self._for_chat(columns, how)
         if any(form in text for mark in marks for form in _written_as_data(mark)):
@@ -303,7 +302,7 @@ class Renderer:
         """Raises `RowError` if the row has images in columns and a prompt that cannot have them."""
         prompt = columns.get(self._prompts.prompt_column)
         ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
-        if (body is not None or ids) and any(self._column_images(columns).values()):
+        if (body is not None or ids) and _all_of(self._column_images(columns)):
             what = "a request of OpenAI's Batch form" if body is not None else "a list of token ids"
             raise RowError("invalid_row", f"the images of --image-column cannot be added to {what}")
 
@@ -415,15 +414,16 @@ class Renderer:
         if self._chat is not None and not self._chat.uses(name):
             self.note(f"{who} {name!r}, which the chat template does not use: it has no effect", name)
 
-    def _column_images(self, columns: Mapping[str, Any]) -> dict[str, list[Message]]:
-        """Returns the images of `--image-column` as parts of a message, by column."""
+    def _column_images(self, columns: Mapping[str, Any]) -> dict[str, list[Message | None]]:
+        """Returns the images of `--image-column` as parts of a message, by column; None for a null in a list."""
         found = {}
         for name in self._prompts.image_column:
             value = images_of_cell(columns.get(name))
-            several = isinstance(value, list | tuple)
+            several = isinstance(value, list)
             values: Sequence[Any] = value if several else () if value is None else (value,)
             where = [f"column {name!r}" + (f"[{i}]" if several else "") for i in range(len(values))]
-            found[name] = [image_part(reference(v, at), at) for v, at in zip(values, where, strict=True)]
+            shown = zip(values, where, strict=True)
+            found[name] = [None if v is None else image_part(reference(v, at), at) for v, at in shown]
         return found
 
     def _one_message(

@@ -89,6 +89,8 @@ class ImageFile:
     width: int
     height: int
     """In pixels, as it is shown: turned as its EXIF orientation says."""
+    named: str
+    """How messages call the image of the row (`shown`)."""
 
 
 def image_of_part(part: Mapping[str, Any], where: str) -> str | bytes | None:
@@ -105,10 +107,14 @@ def image_of_part(part: Mapping[str, Any], where: str) -> str | bytes | None:
 
 
 def images_of_cell(value: Any) -> Any:
-    """Returns what a column of images holds: a list, or one image; None for none. In a CSV file, a list and the Hub's image feature are JSON."""
+    """Returns what a column of images holds: a list, or one image; None for none, also in a list. In a CSV file, a list and the Hub's image feature are JSON."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):  # it is a path then
             value = parsed(value)
+    return [*map(_image_or_none, value)] if isinstance(value, list | tuple) else _image_or_none(value)
+
+
+def _image_or_none(value: Any) -> Any:
     if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
         return value if value.get("bytes") or value.get("path") else None
     return None if isinstance(value, str | bytes) and not value else value
@@ -194,7 +200,7 @@ def _images_in(value: Any, image_columns: Container[str]) -> Iterator[str | byte
         for name, inner in value.items():
             if name in image_columns:
                 inner = images_of_cell(inner)
-                for one in inner if isinstance(inner, list | tuple) else [inner]:
+                for one in inner if isinstance(inner, list) else [inner]:
                     with suppress(RowError):
                         yield reference(one, "")
             else:
@@ -295,7 +301,7 @@ class ImageStore:
                 if len(self._known) >= KNOWN:
                     self._known.clear()
                 self._known[key] = found
-        return found
+        return replace(found, named=named)
 
     def _fetched_earlier(self, url: str, named: str) -> ImageFile | None:
         """Returns the image that was fetched from a URL, in this run or before the job was killed; None if there is none, whole."""
@@ -364,7 +370,7 @@ def _file_of(path: str, file: io.BufferedIOBase, named: str) -> ImageFile:
         if file.read(5) == b"%PDF-":
             reason = " (it is a PDF file: make images of its pages, as pdftoppm -png does)"
         raise RowError("invalid_image", f"{named} {what}{reason}") from None
-    return ImageFile(path, image_digest(file), *((height, width) if turned else (width, height)))
+    return ImageFile(path, image_digest(file), *((height, width) if turned else (width, height)), named)
 
 
 def _has_late_exif(file: io.BufferedIOBase) -> bool:

@@ -59,7 +59,8 @@ def locate(tmp_path: Path) -> Callable[..., ImageFile | RowError]:
 )
 def test_paths_are_relative_to_the_rows_file(locate, tmp_path, name):
     found = locate(name.replace("FOLDER", str(tmp_path)))
-    assert found == ImageFile(str(tmp_path / "pictures" / "red one.png"), digest(RED), 6, 4)
+    assert found == ImageFile(str(tmp_path / "pictures" / "red one.png"), digest(RED), 6, 4, found.named)
+    assert found.named.startswith("the image '")
     assert not (tmp_path / "kept").exists()
 
 
@@ -81,7 +82,10 @@ def test_other_images_are_kept_once_under_their_digest(locate, tmp_path, value):
 
     fsspec.filesystem("memory").pipe("/red.png", RED)
     for _ in range(2):
-        assert locate(value) == ImageFile(str(tmp_path / "kept" / digest(RED).hex()), digest(RED), 6, 4)
+        found = locate(value)
+        assert found == ImageFile(str(tmp_path / "kept" / digest(RED).hex()), digest(RED), 6, 4, found.named)
+        whose = " 'memory://red.png'" if value == "memory://red.png" else ""
+        assert found.named == f"the image{whose} of messages[0].content[1]"
     assert [path.read_bytes() for path in (tmp_path / "kept").iterdir() if path.suffix != ".url"] == [RED]
 
 

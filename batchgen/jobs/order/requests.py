@@ -26,7 +26,7 @@ from batchgen.stats import RowCounts
 from batchgen.version import versions
 
 _STOP_SECONDS = 5.0
-_READING_FORM = 6
+_READING_FORM = 7
 """Changes with the form of what a first reading stores: a reading of another form is made again."""
 _SHOWN_ID = 60  # characters of an id in a message
 
