@@ -86,6 +86,7 @@ class JobSetup:
         if isinstance(job, JobFolder):
             self.prompts.images.store.folder = job.folder / IMAGES_FOLDER
         ahead = self.window_size is None
+        self.prompts.images.store.fail_once = ahead
         return RequestReader(self.config, self.prompts, self.grammars.checked, job, outcomes, ahead=ahead)
 
     def quantized_texts(self) -> list[TokenArray]:

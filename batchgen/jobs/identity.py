@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -168,10 +169,20 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
 
 
 def local_identity(config: ModelConfig) -> dict[str, Any] | None:
-    """Returns `model_identity` if it needs no hub, because the model is a folder or a GGUF file, and the adapter a folder; else None."""
+    """Returns `model_identity` if the hub need not be asked: the model is a folder, a GGUF file, a commit of the hub, or in its cache and the hub is
+    offline, and the adapter is a folder. Else None."""
     adapter = config.lora is None or Path(config.lora).expanduser().is_dir()
     local = Path(config.model).expanduser().is_dir() or gguf_file(config) is not None
-    return model_identity(config) if local and adapter else None
+    return model_identity(config) if adapter and (local or _commit_is_known(config)) else None
+
+
+def _commit_is_known(config: ModelConfig) -> bool:
+    """Whether it is known without the hub which commit of a model of the hub will be loaded."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return find_file(config, "config.json", fetch=False) is not None
+    return re.fullmatch("[0-9a-f]{40}", config.revision or "") is not None
 
 
 def _file_identity(path: Path) -> str:

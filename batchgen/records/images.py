@@ -249,8 +249,12 @@ class ImageStore:
         """Where they are kept; None for a temporary folder of this process."""
         self.fetch_once = True
         """Whether a URL that the folder has is not fetched again. A program that runs on may want what the URL has now."""
+        self.fail_once = False
+        """Whether a URL or file that has failed is not tried again. Through a pipe, a row may come again because of that."""
         self._known: dict[tuple[str, int, int], ImageFile] = {}
         """By path, time of the last change and size; at most `KNOWN`."""
+        self._failed: dict[ImageSource, RowError] = {}
+        """Images that have failed, and why, with `fail_once`; at most `KNOWN`."""
 
     def locate(self, sources: Sequence[ImageSource]) -> list[ImageFile | RowError]:
         """Returns the file of each image, or the error of its row (`invalid_image`). Equal sources are read once, different ones in several threads.
@@ -273,6 +277,14 @@ class ImageStore:
         return Path(folder)
 
     def _located(self, source: ImageSource) -> ImageFile | RowError:
+        found = self._failed.get(source) or self._found(source)
+        if isinstance(found, RowError) and self.fail_once and not _inline(source.value):
+            if len(self._failed) >= KNOWN:
+                self._failed.clear()
+            self._failed[source] = found
+        return found
+
+    def _found(self, source: ImageSource) -> ImageFile | RowError:
         named = shown(source)
         try:
             place = _place(source)

@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,13 @@ def test_too_few_files_that_may_be_open_are_not_blamed_on_the_disk() -> None:
     said = f"o.jsonl.job cannot be written: Too many open files; raise the limit of open files (ulimit -n) and {again}"
     with pytest.raises(OutputError, match=f"^{re.escape(said)}$"), writing("o.jsonl.job"):
         raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_database_that_sqlite_cannot_open_is_not_blamed_on_the_disk(tmp_path: Path) -> None:
+    """SQLite does not say why."""
+    said = r"^o cannot be written: unable to open .*; check its permissions and the limit of open files \(ulimit -n\)"
+    with pytest.raises(OutputError, match=said), writing("o"), closing(sqlite3.connect(":memory:")) as db:
+        db.execute("ATTACH DATABASE ? AS run", (str(tmp_path),))
 
 
 @linux

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from safetensors.numpy import save_file
 
 from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
-from batchgen.jobs.identity import _sampled, command_digest, dtype_name, job_settings, model_identity
+from batchgen.jobs.identity import _sampled, command_digest, dtype_name, job_settings, local_identity, model_identity
 from batchgen.sampling_params import SamplingParams
 
 
@@ -103,6 +104,28 @@ def test_a_damaged_header_does_not_prevent_an_identity(tmp_path):
 def test_a_hub_model_that_is_not_cached_is_identified_by_name_and_revision():
     assert identity_of(Path("nobody/nothing")) == {"model": "nobody/nothing at main"}
     assert identity_of(Path("nobody/nothing"), revision="v2") == {"model": "nobody/nothing at v2"}
+
+
+def test_a_finished_job_of_a_hub_model_is_recognised_before_its_tokenizer_is_loaded(
+    cli, write_jsonl, tiny_model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repo = tmp_path / "hub" / "models--org--name"
+    shutil.copytree(tiny_model_dir, repo / "snapshots" / "abc")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc")
+    command = ("run", write_jsonl([{"prompt": "a"}]), "-m", "org/name", "--max-tokens", "2", "-o", tmp_path / "o.jsonl")
+    assert cli(*command).code == 0
+    monkeypatch.setattr("batchgen.job_setup.load_tokenizer", None)
+    assert "is complete (1 row): nothing to do" in cli(*command).err
+
+
+def test_the_hub_need_not_be_asked_for_a_commit(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for revision, known in ((None, False), ("v2", False), ("0123abcd" * 5, True)):
+        model = ModelConfig(model="nobody/nothing", revision=revision)
+        assert local_identity(model) == ({"model": f"nobody/nothing at {revision}"} if known else None)
 
 
 def test_dtype_auto_is_identified_as_that_of_the_checkpoint():

@@ -1,6 +1,7 @@
 """Rows that an earlier run has read are neither rendered nor tokenized again, as long as nothing has changed that their prompts depend on."""
 
 import datetime as dt
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -52,6 +53,20 @@ def test_damaged_entries_are_not_used(results, tmp_path):
     with closing(sqlite3.connect(tmp_path / KNOWN_FILE)) as db, db:
         db.execute("UPDATE rows SET key = ? WHERE row = ?", (C, A))
     assert results.memory_of_rows(b"").find([A, B]) == {B: (C, False)}
+
+
+def test_a_file_that_only_another_user_may_write_to_becomes_a_copy(results, tmp_path, monkeypatch):
+    memory = results.memory_of_rows(b"")
+    memory.add([(A, KnownRequest(B, is_sampled=True))])
+    memory.flush()
+    results.close()
+    theirs = (tmp_path / KNOWN_FILE).stat().st_ino
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).stat().st_ino != theirs and access(path, mode))
+    with closing(Results(tmp_path, 5.0)) as again:
+        again.keys_of_rows()
+        assert again.memory_of_rows(b"").find([A]) == {A: (B, True)}
+    assert (tmp_path / KNOWN_FILE).stat().st_ino != theirs
 
 
 def test_its_size_is_bounded(results, monkeypatch):

@@ -22,6 +22,7 @@ from batchgen.records.remote import file_matcher
 
 _HINT = "check the disk and run the same command again: finished rows are kept"
 _SQLITE_HINTS = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
+_SQLITE_OPENS_NOT = "check its permissions and the limit of open files (ulimit -n), and run the same command again: finished rows are kept"
 _NETWORK = (
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.",
 )  # fmt: skip
@@ -66,8 +67,9 @@ def _in_words(failure: str) -> Iterator[None]:
         reason = os.strerror(e.errno) if e.errno else str(e)
         raise OutputError(f"{failure}: {reason}", _HINTS.get(e.errno or 0, _HINT)) from e
     except sqlite3.Error as e:
-        number = _SQLITE_HINTS.get(getattr(e, "sqlite_errorcode", 0) & 0xFF, 0)
-        raise OutputError(f"{failure}: {e}", _HINTS.get(number, _HINT)) from e
+        code = getattr(e, "sqlite_errorcode", 0) & 0xFF
+        hint = _SQLITE_OPENS_NOT if code == sqlite3.SQLITE_CANTOPEN else _HINTS.get(_SQLITE_HINTS.get(code, 0), _HINT)
+        raise OutputError(f"{failure}: {e}", hint) from e
     except pa.ArrowException as e:
         raise OutputError(f"{failure}: {e}", _HINT) from e
 

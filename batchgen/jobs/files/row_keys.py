@@ -10,6 +10,7 @@ often a digest has come in this run.
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from batchgen.jobs.files.database import (
     select_in,
     transaction,
 )
+from batchgen.process.user_cache import replaced
 from batchgen.request import Request, id_key, row_key
 
 KNOWN_FILE = "known.sqlite"
@@ -131,7 +133,11 @@ class RowKeys:
 
 
 def _attach_known(db: sqlite3.Connection, folder: Path) -> None:
-    """Attaches `known.sqlite`. A damaged one is made again: then rows may get other keys."""
+    """Attaches `known.sqlite`. A damaged one is made again. One that only another user may write to becomes a copy."""
+    make_file(folder / KNOWN_FILE)
+    if not os.access(folder / KNOWN_FILE, os.W_OK):
+        with replaced(folder / KNOWN_FILE) as copy:
+            shutil.copyfile(folder / KNOWN_FILE, copy)
     for attempt in (1, 2):
         make_file(folder / KNOWN_FILE)
         try:
