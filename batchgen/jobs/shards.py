@@ -342,6 +342,11 @@ class ShardFolder(HeldResults):
         place, retry = shard_folder(folder, plan, number), spec.manifest.request["retry"]
         with writing(place):
             super().__init__(place, spec.flush_every, lease)
+            self.note_damaged()
+            if retry and (lease.before == "done" or self.fact("retry") != retry):
+                self.forget([RETRY_REASONS[name] for name in retry])
+            self.set_fact("retry", retry)
+            self.results_at_hand = self.count
         self.output, self.number = spec.output, number
         self._job_folder, self._plan = folder, plan
         self._share = plan.shares[number - 1]
@@ -352,12 +357,6 @@ class ShardFolder(HeldResults):
                 f"the last run (process {lease.taken_over.get('pid')} on {lease.taken_over.get('host')}) ended without finishing; "
                 "this one continues it"
             )
-        with writing(place):
-            self.note_damaged()
-            if retry and (lease.before == "done" or self.fact("retry") != retry):
-                self.forget([RETRY_REASONS[name] for name in retry])
-            self.set_fact("retry", retry)
-            self.results_at_hand = self.count
 
     @property
     def request_count(self) -> int:
