@@ -138,7 +138,6 @@ def plan_job(
         tracker.phase("loading tokenizer")
         tokenizer = _tokenizer(config.model)
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config))
-        prompts.images.store.fail_once = True
         size = window_rows(config, source)
         whole = size is None and config.prompts.priority_column is None
         sample: list[Row] = []

@@ -117,7 +117,7 @@ class LLM:
         self._grammars = Vocabulary(self.tokenizer.hf_tokenizer, self.tokenizer.vocab_size)
         self._numbers = count()
         self._images = PromptImages(self.tokenizer)
-        self._images.store.fetch_once = False
+        self._images.store.fetch_once = self._images.store.fail_once = False
         self._failed: deque[tuple[OnResult, Result]] = deque()  # of prompts that never became requests
         # Windows that the engine does not have yet: a planned label takes far more memory than a waiting prompt.
         self._waiting: deque[tuple[Iterator[list[Request]], OnResult, OnToken | None]] = deque()

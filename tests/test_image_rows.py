@@ -255,6 +255,11 @@ def test_an_image_that_was_missing_for_a_while_is_shown_in_the_next_call(llm, ex
     llm.run()
     Path("p/away.png").rename("p/0.png")
     (again,) = llm.generate([conversation], PARAMS)
+    Path("p/0.png").rename("p/away.png")
+    (missing,) = llm.generate([conversation], PARAMS)
+    Path("p/away.png").rename("p/0.png")
+    (found,) = llm.generate([conversation], PARAMS)
+    assert (missing.failed, list(found.token_ids)) == (True, expected[0])
     assert [result.error_type for result in results] == ["invalid_image"] * 2
     assert list(again.token_ids) == expected[0]
 

@@ -249,7 +249,7 @@ class ImageStore:
         """Where they are kept; None for a temporary folder of this process."""
         self.fetch_once = True
         """Whether a URL that the folder has is not fetched again. A program that runs on may want what the URL has now."""
-        self.fail_once = False
+        self.fail_once = True
         """Whether a URL or file that has failed is not tried again. Through a pipe, a row may come again because of that."""
         self._known: dict[tuple[str, int, int], ImageFile] = {}
         """By path, time of the last change and size; at most `KNOWN`."""
