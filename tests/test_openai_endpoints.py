@@ -91,6 +91,16 @@ def test_a_responses_request_becomes_a_chat():
     assert (body.chat, body.variables, body.where) == (True, {"reasoning_effort": "low"}, "body.input")
 
 
+def test_a_responses_request_may_have_the_parameters_of_a_chat():
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    assert read_body(asks(RESPONSES, input="a", max_tokens=5, response_format=schema)).params == {
+        "max_tokens": 5,
+        "json_schema": {"type": "object"},
+    }
+    both = read_body(asks(RESPONSES, input="a", max_output_tokens=4, max_tokens=5))
+    assert both.params == {"max_tokens": 4}
+
+
 def test_a_response_has_its_message_its_status_and_its_usage():
     done = Result(row=4, text="Yes.", finish_reason="stop", prompt_tokens=9, completion_tokens=3, token_ids=(5, 6, 7))
     body = record(asks(RESPONSES, input="a"), done)["response"]["body"]

@@ -137,13 +137,14 @@ def _responses_request(body: Mapping[str, Any]) -> Body:
         wanted = {"type": "json_schema", "json_schema": wanted}  # as in a chat
     effort = _part_of(body, "reasoning", ("effort", "summary", "generate_summary")).get("effort")
     variables = {"chat_template_kwargs": body.get("chat_template_kwargs"), "reasoning_effort": effort}
+    named = {"max_tokens": body.get("max_output_tokens"), "response_format": wanted}
     return Body(
         url=RESPONSES,
         prompt=_conversation(body),
         where="body.input",
         model=_model(body),
         variables=_variables(variables),
-        params=translated(given | {"max_tokens": body.get("max_output_tokens"), "response_format": wanted}),
+        params=translated(given | {name: value for name, value in named.items() if value is not None}),
     )
 
 
