@@ -42,6 +42,8 @@ def test_an_embeddings_request_is_answered_with_a_list_of_one():
     }
     coded = record(asks(EMBEDDINGS, input="a", encoding_format="base64"), result, embed=True)
     assert base64.b64decode(coded["response"]["body"]["data"][0]["embedding"]) == VECTOR.astype("<f4").tobytes()
+    in_a_table = asks(EMBEDDINGS) | {"body": '{"input": "a", "encoding_format": "base64"}'}
+    assert record(in_a_table, result, embed=True) == coded
     assert record({"prompt": "a"}, result, embed=True)["response"]["body"] == body
 
 

@@ -5,6 +5,7 @@ Equal results give equal bytes: records contain no times and no random ids.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,8 +125,8 @@ def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dic
 def _embeddings_answer(row: Row, result: Result, form: OpenAIForm) -> dict[str, Any]:
     """The body of an answer of /v1/embeddings. A request may ask for base64: little-endian float32."""
     assert result.embedding is not None
-    body = row.columns.get("body")
-    asked = body.get("encoding_format") if isinstance(body, Mapping) and is_batch_row(row.columns) else None
+    body = row.columns["body"] if is_batch_row(row.columns) else {}
+    asked = (json.loads(body) if isinstance(body, str) else body).get("encoding_format")
     numbers = coded_embedding(result.embedding) if asked == "base64" else plain_embedding(result.embedding)
     return {
         "object": "list",
