@@ -97,13 +97,14 @@ class _Pandas(Frame):
     """
 
     def rows(self) -> list[Row]:
-        rows = super().rows()
-        for place, name in enumerate(self._columns()):
+        rows, names = super().rows(), self._columns()
+        for place, name in enumerate(names):
             if name not in self._typed:
                 column = self._table.iloc[:, place]
                 for row, value, missing in zip(rows, column, column.isna(), strict=True):
                     row.columns[name] = None if missing else python_value(value)
-        return rows
+        # In the order of the table, and without the column that stands for none: a template may write them all.
+        return [row if row.error else row._replace(columns={name: row.columns[name] for name in names}) for row in rows]
 
     def types(self) -> dict[str, Any]:
         known = super().types()

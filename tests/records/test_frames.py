@@ -238,6 +238,12 @@ def test_python_objects_without_an_arrow_type_reach_their_rows_unchanged():
     assert [row.columns["messages"] for row in frame_of(mixed).rows()] == messages
 
 
+@pytest.mark.parametrize("typed", [[], ["b"]])
+def test_rows_of_pandas_have_the_columns_of_the_table_in_its_order(typed):
+    table = pd.DataFrame({"c": ["x"], "b": ["y"], "a": ["z"]}, dtype=object).astype(dict.fromkeys(typed, "string"))
+    assert [list(row.columns.items()) for row in frame_of(table).rows()] == [[("c", "x"), ("b", "y"), ("a", "z")]]
+
+
 def test_columns_with_numbers_as_names_keep_them():
     out, rows = joined(pd.DataFrame({0: [1.5, 2.5], "prompt": ["prompt 0", "prompt 1"]}))
     assert list(out.columns)[:2] == [0, "prompt"]
