@@ -41,7 +41,7 @@ from batchgen.prompts.messages import (
     without_nulls,
 )
 from batchgen.prompts.openai import Body, read_body
-from batchgen.prompts.params import RowParams
+from batchgen.prompts.params import OBJECT_COLUMN, RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.prompts.tokenizer import LoadedTokenizer
 from batchgen.records.images import ImageSource, images_of_cell, reference
@@ -229,8 +229,9 @@ class Renderer:
             return row.error
         try:
             source = self.columns.source(row.columns)
-            body = read_body(row.columns) if source == "body" else None
-            own = self._params.of(row.columns, body.params if body else None, params)
+            given = self._without_added_nulls(row)
+            body = read_body(given) if source == "body" else None
+            own = self._params.of(given, body.params if body else None, params)
             if body is not None and body.url == RESPONSES and (own.n > 1 or own.logprobs is not None):
                 raise RowError("unsupported_parameter", f"n and logprobs cannot be combined with {RESPONSES}")
             other = not_for_scores(own) if self._task else None
@@ -254,6 +255,13 @@ class Renderer:
             return e
         except RecursionError:  # JSON in a text field, whose depth no reader has checked
             return RowError("invalid_row", "the row has a value that is nested too deeply")
+
+    def _without_added_nulls(self, row: Row) -> Mapping[str, Any]:
+        """Returns a row's columns, its request and parameters without the nulls that a table with types adds: in a schema, a null would be invalid."""
+        if not row.typed:
+            return row.columns
+        names = row.columns.keys() & {"body", OBJECT_COLUMN, *self._prompts.row_params}
+        return row.columns | {name: without_nulls(row.columns[name]) for name in names}
 
     def _at_the_answer(self, prompt: Text, params: SamplingParams) -> Text:
         """Returns the prompt of labels and texts to score, after which the answer begins: thoughts that its template has opened are closed."""
@@ -349,12 +357,12 @@ class Renderer:
                 self._note_unused_variable(name, "rows set")
             variables = dict(given)
             if body.tools:
-                tools = objects(how.given(body.tools))
+                tools = objects(body.tools)
                 if tools is None:
                     raise RowError("invalid_row", f"body.tools must be a list of objects, not {kind(body.tools)}")
                 variables["tools"] = tools
                 self._note_unused("tools")
-            messages = conversation(how.given(body.prompt), body.where, body.where, self._images.refusal)
+            messages = conversation(body.prompt, body.where, body.where, self._images.refusal)
             return self._conversation(messages, body.where, variables, how)
         if self._prompts.system is not None and body.url != EMBEDDINGS:
             self.note("--system is not used for rows of /v1/completions, whose prompts are raw")
@@ -393,7 +401,7 @@ class Renderer:
         if body is not None:
             if not (body.chat and body.calls):
                 return ""
-            tools = objects(how.given(body.tools)) if body.tools else None
+            tools = objects(body.tools) if body.tools else None
         else:
             tools = objects(how.given(columns["tools"])) if "tools" in self.columns.for_chat(columns) else None
         tools = tools or objects(self._prompts.chat_template_kwargs.get("tools"))

@@ -176,6 +176,30 @@ def test_nulls_of_tools_and_of_arguments_reach_the_template_unless_a_table_has_a
     assert text([tool], None).endswith('[{"function": {"name": "f"}}]')
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sampling_params": {"json_schema": {"type": "object", "properties": {"a": {"type": "string"}, "b": None}}}},
+        {"json_schema": {"type": "object", "properties": {"a": {"type": "string"}, "b": None}}},
+        asks("/v1/chat/completions", messages=[USER], guided_json={"type": "object", "properties": {"a": {"type": "string"}, "b": None}}),
+    ],
+)  # fmt: skip
+def test_a_schema_of_a_row_has_no_nulls_that_a_table_has_added(tools, given):
+    row = Row(0, {"prompt": "a", **given}, None, "", typed=True)
+    (request,) = tools.builder(**ML, row_params=["json_schema"]).build([row])
+    assert json.loads(request.params.json_schema) == {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+def test_variables_of_a_body_in_a_table_that_other_rows_have_are_not_defined(tools):
+    template = "{{ 'b' if thinking is defined }}{{ effort }}"
+    body = asks("/v1/chat/completions", messages=[USER], chat_template_kwargs={"thinking": None, "effort": "c"})
+    texts = [
+        tools.text_of(tools.builder(chat_template=template, bos=False).build([Row(0, body, None, "", typed=typed)])[0])
+        for typed in (False, True)
+    ]
+    assert texts == ["bc", "c"]
+
+
 def test_messages_that_are_maps_of_arrow_are_objects(tools):
     maps = pa.array([[[*USER.items(), ("name", None)], [*ANSWER.items()]]], pa.list_(pa.map_(pa.string(), pa.string())))
     row = Row(0, {"messages": maps[0].as_py()}, None, "", typed=True)
