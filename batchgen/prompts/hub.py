@@ -92,7 +92,8 @@ def _unreadable(config: ModelConfig, what: str, error: BaseException) -> ModelEr
             "add tokenizer.json, or pip install sentencepiece protobuf (or tiktoken, if its file is one of tiktoken's)",
         )
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return ModelError(f"the {what} of model {config.model!r} cannot be loaded: {lines[0].strip()}")
+    why = f"it has no {lines[0]}" if isinstance(error, KeyError) else lines[0].strip()
+    return ModelError(f"the {what} of model {config.model!r} cannot be loaded: {why}")
 
 
 def _hub_failure(config: ModelConfig, error: BaseException) -> ModelError | None:

@@ -224,6 +224,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "model folder 'M' has no tokenizer files; copy tokenizer.json and tokenizer_config.json of the model into it"),
     "tokenizer is cut": (cut("tokenizer.json", 1000),
         "M/tokenizer.json is not JSON: TAIL; copy the file from the model again"),
+    "tokenizer without its parts": (text("tokenizer.json", "{}"),
+        "the tokenizer of model 'M' cannot be loaded: it has no 'added_tokens'"),
     # architectures that cannot be exact
     "encoder": (settings(model_type="roberta", architectures=["RobertaForCausalLM"]),
         "models of type 'roberta' are not supported: they are encoders, in which a token also sees the tokens after it"),
