@@ -605,7 +605,7 @@ class PackedAdapter(torch.nn.Module):
         super().__init__()
         fill = -len(down) % _RANKS
         self.down = PackedLinear([pad(down, (0, 0, 0, fill))], [None])
-        self.up = in_panels([pad(up.detach().float(), (0, fill)).contiguous() for up in ups])
+        self.up = in_panels([pad(up.detach(), (0, fill)).contiguous() for up in ups])
         """[panels, R, columns of a panel]"""
 
 

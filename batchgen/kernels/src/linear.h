@@ -99,8 +99,8 @@ struct Product {  // `Product` in ops.py is the same
     int64_t chosen_panels;
     // An adapter of low rank: `low` (up)^T is added to the products. Null without one.
     const void* low;  // [rows][rank], in the type of y
-    const float* up;  // [panels][rank][WIDTH]
-    int64_t rank;       // a multiple of RANKS
+    const void* up;   // [panels][rank][WIDTH], in the type of y
+    int64_t rank;     // a multiple of RANKS
 };
 
 INLINE int64_t panels_of(const Product& p) { return (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH; }
@@ -223,10 +223,10 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
     if (p.low) {
         floats added[RANKS][VECTORS] = {};  // so many sums that none waits for itself
         const T* low = (const T*)p.low + row * p.rank;
-        const float* up = p.up + panel * p.rank * WIDTH;
+        const T* up = (const T*)p.up + panel * p.rank * WIDTH;
         for (int64_t i = 0; i < p.rank; i += RANKS)
             for (int j = 0; j < RANKS; j++)
-                for (int v = 0; v < VECTORS; v++) added[j][v] += load<floats>(up + (i + j) * WIDTH + v * LANES) * to_float(low[i + j]);
+                for (int v = 0; v < VECTORS; v++) added[j][v] += load_floats(up + (i + j) * WIDTH + v * LANES) * to_float(low[i + j]);
         for (int v = 0; v < VECTORS; v++) values[v] += (added[0][v] + added[1][v]) + (added[2][v] + added[3][v]);
     }
     const int width = p.activation == NONE ? WIDTH : WIDTH / 2;
