@@ -360,9 +360,8 @@ def _finished_job(opened: Opening, figures: dict[str, Any]) -> FinishedJob:
     left: bool | None = False
     if (opened.folder / RESULTS_FILE).exists():
         with closing(Results(opened.folder, 0.0)) as results:
-            results.settle_forgotten(
-                usable=_fits_forgotten(opened.manifest)
-            )  # of a run that was killed before it began
+            # Of a run that was killed before it began.
+            results.settle_forgotten(usable=_fits_forgotten(opened.manifest))
             left = _shrink(results)
     notes = opened.notes + _clean_up(opened.folder, left)
     return FinishedJob(figures, bool(opened.manifest.settings.get("chat")), notes=notes)

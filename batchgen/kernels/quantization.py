@@ -13,7 +13,7 @@ from batchgen.kernels.decoder_layers import fuse_layers, unfuse_layers
 from batchgen.kernels.fusion import as_linear, fuse_linear
 from batchgen.kernels.int8 import Int8Linear, are_multiplied, quantize_weight
 from batchgen.kernels.memory import give_back
-from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedLinear, plain_weight
+from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedAdapter, PackedLinear, plain_weight
 from batchgen.kernels.replacing import AdaptedLinear, Packing, adapter_of, replace_parts
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model_files import INT8_SMALL
@@ -68,7 +68,10 @@ class Int8Packing(Packing):
         super().__init__()
         kinds = torch.nn.Linear, AdaptedLinear, PackedLinear
         named = {id(m): name for name, m in model.named_modules() if type(m) in kinds}
-        self._names = {key: name for key, name in named.items() if _is_in_layers(name)}
+        adapters = (part for part in model.modules() if isinstance(part, PackedAdapter))
+        beside = {id(part) for adapter in adapters for part in adapter.modules()}  # they stay as they are
+        in_layers = {key: name for key, name in named.items() if any(map(str.isdigit, name.split(".")))}
+        self._names = {key: name for key, name in in_layers.items() if key not in beside}
         self._scales = scales
         self.layers = self.weights = 0
         """Linear layers that were packed, and the numbers in their weights."""
@@ -116,12 +119,6 @@ class Int8Packing(Packing):
 
     def tolerance(self, dtype: torch.dtype) -> float:
         return TOLERANCE
-
-
-def _is_in_layers(name: str) -> bool:
-    """Whether a module is in a decoder layer, and is no part of an adapter."""
-    parts = name.split(".")
-    return any(map(str.isdigit, parts)) and "adapter" not in parts
 
 
 def from_layers(name: str) -> str:

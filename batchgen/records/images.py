@@ -279,9 +279,7 @@ class ImageStore:
     def _located(self, source: ImageSource) -> ImageFile | RowError:
         found = self._failed.get(source) or self._found(source)
         if isinstance(found, RowError) and self.fail_once and not _inline(source.value):
-            if len(self._failed) >= KNOWN:
-                self._failed.clear()
-            self._failed[source] = found
+            _remember(self._failed, source, found)
         return found
 
     def _found(self, source: ImageSource) -> ImageFile | RowError:
@@ -310,9 +308,7 @@ class ImageStore:
             found = self._known.get(key)
             if found is None:
                 found = _file_of(path, file, named)
-                if len(self._known) >= KNOWN:
-                    self._known.clear()
-                self._known[key] = found
+                _remember(self._known, key, found)
         return replace(found, named=named)
 
     def _fetched_earlier(self, url: str, named: str) -> ImageFile | None:
@@ -383,6 +379,13 @@ def _file_of(path: str, file: io.BufferedIOBase, named: str) -> ImageFile:
             reason = " (it is a PDF file: make images of its pages, as pdftoppm -png does)"
         raise RowError("invalid_image", f"{named} {what}{reason}") from None
     return ImageFile(path, image_digest(file), *((height, width) if turned else (width, height)), named)
+
+
+def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
+    """Adds to a memory of at most `KNOWN`."""
+    if len(memory) >= KNOWN:
+        memory.clear()
+    memory[key] = value
 
 
 def _has_late_exif(file: io.BufferedIOBase) -> bool:

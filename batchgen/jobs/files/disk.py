@@ -21,8 +21,6 @@ from batchgen.errors import OutputError, UsageError
 from batchgen.records.remote import file_matcher
 
 _HINT = "check the disk and run the same command again: finished rows are kept"
-_SQLITE_HINTS = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
-_SQLITE_OPENS_NOT = "check its permissions and the limit of open files (ulimit -n), and run the same command again: finished rows are kept"
 _NETWORK = (
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.",
 )  # fmt: skip
@@ -38,6 +36,11 @@ _HINTS = {
     errno.EROFS: "write to another place with -o or --work-dir",
     errno.EACCES: "check the permissions, or write to another place with -o or --work-dir",
     errno.EPERM: "check the permissions, or write to another place with -o or --work-dir",
+}
+_SQLITE_HINTS = {
+    sqlite3.SQLITE_FULL: _HINTS[errno.ENOSPC],
+    sqlite3.SQLITE_READONLY: _HINTS[errno.EROFS],
+    sqlite3.SQLITE_CANTOPEN: "check its permissions and the limit of open files (ulimit -n), and run the same command again: finished rows are kept",
 }
 
 
@@ -68,8 +71,7 @@ def _in_words(failure: str) -> Iterator[None]:
         raise OutputError(f"{failure}: {reason}", _HINTS.get(e.errno or 0, _HINT)) from e
     except sqlite3.Error as e:
         code = getattr(e, "sqlite_errorcode", 0) & 0xFF
-        hint = _SQLITE_OPENS_NOT if code == sqlite3.SQLITE_CANTOPEN else _HINTS.get(_SQLITE_HINTS.get(code, 0), _HINT)
-        raise OutputError(f"{failure}: {e}", hint) from e
+        raise OutputError(f"{failure}: {e}", _SQLITE_HINTS.get(code, _HINT)) from e
     except pa.ArrowException as e:
         raise OutputError(f"{failure}: {e}", _HINT) from e
 

@@ -133,17 +133,17 @@ class RowKeys:
 
 
 def _attach_known(db: sqlite3.Connection, folder: Path) -> None:
-    """Attaches `known.sqlite`. A damaged one is made again. One that only another user may write to becomes a copy."""
-    make_file(folder / KNOWN_FILE)
-    if not os.access(folder / KNOWN_FILE, os.W_OK):
-        with replaced(folder / KNOWN_FILE) as copy:
-            shutil.copyfile(folder / KNOWN_FILE, copy)
+    """Attaches `known.sqlite`. A damaged one is made again: then rows may get other keys. One that only another user may write to becomes a copy."""
+    file = folder / KNOWN_FILE
+    if file.exists() and not os.access(file, os.W_OK):
+        with replaced(file) as copy:
+            shutil.copyfile(file, copy)
     for attempt in (1, 2):
-        make_file(folder / KNOWN_FILE)
+        make_file(file)
         try:
-            db.execute("ATTACH DATABASE ? AS known", (os.fsencode(folder / KNOWN_FILE),))
+            db.execute("ATTACH DATABASE ? AS known", (os.fsencode(file),))
             whole = db.execute("PRAGMA known.integrity_check(1)").fetchone() == ("ok",)
-            if whole and format_bytes(folder / KNOWN_FILE) in (b"", b"\1\1"):
+            if whole and format_bytes(file) in (b"", b"\1\1"):
                 break
         except (sqlite3.DatabaseError, UnicodeDecodeError) as e:  # UnicodeDecodeError: of SQLite's own message
             if attempt == 2 or not is_damage(e):
