@@ -1,5 +1,5 @@
-"""Gives decoder layers forwards that do not use torch's threads: one call of the library if all parts of a layer are kernels, and one for all
-layers if the model only runs them one after the other.
+"""Gives decoder layers forwards that do not use torch's threads: one call of the library if all parts of a layer are kernels, or those before its
+MLP, and one for all layers if the model only runs them one after the other.
 
 Layers, their attention and the bodies of models are recognized by their code (`recognition`). A layer's options of attention are found by
 running its attention once.
@@ -50,7 +50,7 @@ def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> None:
         by_parts = plain if kind.by_parts is None else kind.by_parts
         if dense is not None:
             module.dense = DenseStack([dense], None, workspace)
-            module.forward = MethodType(in_one_call(by_parts), module)
+            module.forward = MethodType(in_one_call(by_parts, _with_mlp if dense.mlp is None else None), module)
         elif kind.by_parts is not None:
             module.forward = MethodType(by_parts, module)
     for module in model.modules():
@@ -98,7 +98,7 @@ def _fuse_stack(body: Any, workspace: Workspace) -> None:
     ):
         return
     stack = [dense for layer in layers if "dense" in layer.__dict__ for dense in layer.__dict__["dense"].layers]
-    if not stack or len(stack) < len(layers):
+    if not stack or len(stack) < len(layers) or any(dense.mlp is None for dense in stack):
         return
     if {(dense.o.dtype, dense.o.out_features) for dense in stack} == {(norm.dtype, len(norm.factor))}:
         body.stack = DenseStack(stack, norm, workspace)
@@ -106,28 +106,35 @@ def _fuse_stack(body: Any, workspace: Workspace) -> None:
 
 
 def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
-    """Returns the layer as a `DenseLayer`; None if a part of it is not a kernel. `names`: the names of its norms."""
+    """Returns the layer as a `DenseLayer`; None if a part of it is not a kernel. `names`: the names of its norms.
+
+    A layer of two norms may end before its MLP, which is a mixture of experts.
+    """
     attention: Any = layer.self_attn
-    mlp: Any = layer.mlp
-    rotary, own_mlp = _own_rotary(attention), isinstance(mlp, FusedMLP)
-    if rotary is None or not own_mlp:
+    mlp: FusedMLP | None = layer.mlp if isinstance(layer.mlp, FusedMLP) else None
+    rotary = _own_rotary(attention)
+    if rotary is None or (mlp is None and names is not _TWO_NORMS):
         return None
     fused = hasattr(attention, "qkv_proj")
     qkv = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
     norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
     head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-    if not _run_as_kernels([*qkv, attention.o_proj, mlp.gate_up, mlp.down], [*norms, *head_norms]):
+    of_mlp = [] if mlp is None else [mlp.gate_up, mlp.down]
+    if not _run_as_kernels([*qkv, attention.o_proj, *of_mlp], [*norms, *head_norms]):
         return None
-    asked = _asked_of_attention(attention, qkv[0])
+    asked = _asked_of_attention(attention, rotary, qkv[0])
     if asked is None:
         return None
     index, q_HTD, k_KTD, v_KTV, options = asked
+    turns = not bool(q_HTD.any() or k_KTD.any())
+    scaled = code_of(type(attention).forward, type(attention)) is Code.SCALED_ATTENTION
     heads, kv_heads, size = len(q_HTD), len(k_KTD), q_HTD.shape[2]
     if v_KTV.shape != k_KTD.shape or sum(part.out_features for part in qkv) != (heads + 2 * kv_heads) * size:
         return None
     return DenseLayer(
         index, heads, kv_heads, size, options, norms, joined(qkv), head_norms,
-        attention.o_proj, mlp.gate_up, mlp.down, rotary.keeps_type,
+        attention.o_proj, mlp, _multiplier(layer), turns, rotary.keeps_type, rotary.of_halves,
+        attention.config.rope_parameters["original_max_position_embeddings"] if scaled else None,
     )  # fmt: skip
 
 
@@ -145,7 +152,7 @@ def _own_rotary(attention: Any) -> FusedRotary | None:
     """Returns the rotary embeddings of an attention module that computes what `DenseLayer` does; None for others."""
     rotary: FusedRotary | None = attention.__dict__.get("fused_rotary")
     hooked = attention._forward_hooks or attention._forward_pre_hooks
-    usual = code_of(type(attention).forward, type(attention)) is Code.ATTENTION
+    usual = code_of(type(attention).forward, type(attention)) in (Code.ATTENTION, Code.SCALED_ATTENTION)
     return rotary if usual and not hooked else None
 
 
@@ -162,13 +169,20 @@ class _AttentionProbe:
 
 
 def _asked_of_attention(
-    attention: Any, first: PackedLinear | Int8Linear
+    attention: Any, rotary: FusedRotary, first: PackedLinear | Int8Linear
 ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any] | None:
-    """Runs attention on one token. Returns the layer's index, queries, keys, values and options; None if it does not call batchgen's attention."""
+    """Runs attention on one token. Returns the layer's index, queries, keys, values and options; None if it does not call batchgen's attention.
+
+    Queries and keys are 0 if they have rotary embeddings, because cos and sin are.
+    """
     asked = _AttentionProbe()
-    x = torch.zeros(1, 1, first.in_features, dtype=first.dtype)
-    cos = torch.ones(1, 1, attention.head_dim, dtype=first.dtype)
-    attention(hidden_states=x, position_embeddings=(cos, cos), attention_mask=None, step_attention=asked)
+    x = torch.ones(1, 1, first.in_features, dtype=first.dtype)
+    width = attention.head_dim // 2 if rotary.of_halves else attention.head_dim
+    cos = torch.zeros(1, 1, width, dtype=first.dtype)
+    attention(
+        hidden_states=x, position_embeddings=(cos, cos), attention_mask=None, step_attention=asked,
+        position_ids=torch.zeros(1, 1, dtype=torch.int64),
+    )  # fmt: skip
     return asked.given
 
 
@@ -182,7 +196,7 @@ def _granite_hybrid_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any)
     mlp = self.shared_mlp
     if self.has_experts:
         mlp = lambda y: self.block_sparse_moe(y) + self.shared_mlp(y)  # noqa: E731
-    return _after_mixing(self, hidden_states, mixed, None, mlp, self.residual_multiplier)
+    return _after_mixing(self, hidden_states, mixed, None, mlp)
 
 
 def _mixed(layer: Any, hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
@@ -246,13 +260,10 @@ def _wanted(layer: Any, given: dict[str, Any]) -> torch.Tensor | None:
 
 def _after_mixing(
     layer: Any, hidden_states: torch.Tensor, mixed: torch.Tensor, wanted: torch.Tensor | None,
-    mlp: Callable[[torch.Tensor], Any] | None = None, by: float = 1.0,
+    mlp: Callable[[torch.Tensor], Any] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Computes the rest of a decoder layer, after attention or a recurrent mixer: sum, norm, MLP, sum.
-
-    `by` multiplies what is added to the residual. Rows that are not wanted are 0.
-    """
-    x = hidden_states
+    """Computes the rest of a decoder layer, after attention or a recurrent mixer: sum, norm, MLP, sum. Rows that are not wanted are 0."""
+    x, by = hidden_states, _multiplier(layer)
     if wanted is not None:
         x, mixed = x.index_select(1, wanted), mixed.index_select(1, wanted)
     norm = layer.post_attention_layernorm
@@ -261,10 +272,25 @@ def _after_mixing(
     else:
         x = x + mixed * by
         y = norm(x)
-    y = (layer.mlp if mlp is None else mlp)(y)
-    if isinstance(y, tuple):  # with the scores of a router
-        y, _ = y
-    out = add_rows(x, y, by) if can_add(x, y) else x + y * by
+    return _with_mlp(layer, hidden_states, x, y, wanted, mlp)
+
+
+def _multiplier(layer: Any) -> float:
+    """Returns what a layer multiplies what it adds to the residual by."""
+    by: float = getattr(layer, "residual_multiplier", 1.0)
+    return by
+
+
+def _with_mlp(
+    layer: Any, hidden_states: torch.Tensor, x: torch.Tensor, y: torch.Tensor, wanted: torch.Tensor | None,
+    mlp: Callable[[torch.Tensor], Any] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Returns a layer's output: the sum of the residual x [1, W, hidden] of the tokens that are wanted, and of what the MLP makes of y."""
+    more: Any = (layer.mlp if mlp is None else mlp)(y)
+    if isinstance(more, tuple):  # with the scores of a router
+        more, _ = more
+    by = _multiplier(layer)
+    out = add_rows(x, more, by) if can_add(x, more) else x + more * by
     return out if wanted is None else torch.zeros_like(hidden_states).index_copy_(1, wanted, out)
 
 
@@ -287,6 +313,7 @@ _KINDS = {
     Code.LAYER_WITH_DROPOUT: _Kind(_TWO_NORMS),
     Code.LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
     Code.LAYER_OF_LATE_NORMS: _Kind(_LATE_NORMS),
+    Code.SCALED_LAYER: _Kind(_TWO_NORMS, _plain_layer),
     Code.HYBRID_LAYER: _Kind(None, _plain_layer),
     Code.GRANITE_LAYER: _Kind(None, _granite_hybrid_layer),
 }

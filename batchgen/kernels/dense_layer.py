@@ -1,4 +1,5 @@
-"""Runs decoder layers with attention and a gated MLP in one call of the library, so that no Python runs between their kernels.
+"""Runs decoder layers with attention and a gated MLP in one call of the library, so that no Python runs between their kernels, and of others the
+part before the MLP.
 
 The kernels and their results are those of the separate modules, except that the weights of q, k and v are joined if possible, so that one
 product makes all three. The kernels' arguments are kept from step to step, and only what a step changes is written into them.
@@ -16,11 +17,13 @@ from enum import Enum, auto
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from batchgen.kernels.build import kernel, library
-from batchgen.kernels.fusion import FusedNorm
+from batchgen.kernels.fusion import FusedMLP, FusedNorm, of_both_halves
 from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, padded_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, RotaryArguments, RowTable
@@ -40,6 +43,7 @@ class Attends(Protocol):
     """What is used here of `PackedAttention`."""
 
     cache: Any
+    positions: NDArray[np.int64]
 
     def prepared(
         self, layer: int, heads: tuple[Heads, Heads, Heads], out: int, dtype: torch.dtype, options: Any
@@ -101,7 +105,10 @@ def _stays_apart(part: Linear) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class DenseLayer:
-    """s = x + o(attention(qkv(norm(x)))), then s + down(act(gate(norm(s))) * up(norm(s))), with the norms that the layer has."""
+    """s = x + o(attention(qkv(norm(x)))) and norm(s), then s + down(act(gate(norm(s))) * up(norm(s))), with the norms that the layer has.
+
+    What is added to x and to s is multiplied by `by` before.
+    """
 
     index: int
     heads: int
@@ -115,10 +122,17 @@ class DenseLayer:
     head_norms: Sequence[FusedNorm]
     """Empty, or a norm for the queries and one for the keys, of each head or of all heads together."""
     o: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: FusedMLP | None
+    """None if the layer ends before its MLP."""
+    by: float
+    turns: bool
+    """Whether queries and keys have rotary embeddings."""
     float32_cos: bool
     """Whether cos and sin may be float32 if heads have another type."""
+    of_halves: bool
+    """Whether a layer gets cos and sin of half a head."""
+    scaled_from: int | None
+    """The position from which queries are scaled, which is not done here."""
 
 
 class Workspace:
@@ -143,7 +157,7 @@ class Workspace:
 
 
 class DenseStack:
-    """Decoder layers that run one after the other, and the norm after the last one, if there is one."""
+    """Decoder layers that run one after the other, and the norm after the last one, if there is one. Or one layer that ends before its MLP."""
 
     def __init__(self, layers: Sequence[DenseLayer], norm: FusedNorm | None, workspace: Workspace) -> None:
         self.layers = layers
@@ -153,6 +167,7 @@ class DenseStack:
         """Rows for which the workspace has room."""
         self._prepared: dict[bool, _Prepared] = {}
         """By whether the last layer leaves tokens out."""
+        self._scaled_from = min((layer.scaled_from for layer in layers if layer.scaled_from is not None), default=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DenseStack:
         """Returns a copy without the prepared calls, which read the original's weights."""
@@ -160,8 +175,8 @@ class DenseStack:
             copy.deepcopy(self.layers, memo), copy.deepcopy(self.norm, memo), copy.deepcopy(self._workspace, memo)
         )
 
-    def takes(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether the kernels can read this x [1, T, hidden] and these cos and sin [1, T, R]."""
+    def takes(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> bool:
+        """Whether the kernels can read this x [1, T, hidden] and these cos and sin [1, T, R], and no query is scaled."""
         first = self.layers[0].qkv[0]
         return (
             x.dim() == cos.dim() == 3
@@ -178,10 +193,26 @@ class DenseStack:
             and cos.stride(2) == 1
             and cos.shape[2] <= min(layer.head_size for layer in self.layers)
             and cos.shape[2] % 2 == 0
+            and (self._scaled_from is None or attention.positions.max(initial=0) < self._scaled_from)
         )
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> torch.Tensor:
         """Returns the output for x [1, T, hidden], which `takes` must accept. Rows that `attention` does not want of the last layer are 0."""
+        out, wanted = self._run(x, cos, sin, attention)
+        return out if wanted is None else torch.zeros_like(x).index_copy_(1, wanted, out)
+
+    def before_mlp(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the residual and what the MLP reads, [1, W, hidden] of the W tokens that are wanted, and their places, as `PackedAttention.wanted`."""
+        normed = torch.empty_like(x)
+        out, wanted = self._run(x, cos, sin, attention, normed)
+        return out, normed[:, : out.shape[1]], wanted
+
+    def _run(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends, normed: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Returns the output [1, W, hidden] of the tokens that are wanted, and their places. `normed`: memory for its norm, in a layer without MLP."""
         wanted = attention.wanted(self.layers[-1].index)
         rows = x.shape[1]
         if rows > self._rows:
@@ -205,24 +236,34 @@ class DenseStack:
                 _Now.OUT_ROWS: out_rows,
                 _Now.X: x.data_ptr(),
                 _Now.OUT: out.data_ptr(),
+                _Now.NORMED: 0 if normed is None else normed.data_ptr(),
                 _Now.COS: cos.data_ptr(),
                 _Now.SIN: sin.data_ptr(),
                 _Now.WANTED: 0 if wanted is None else wanted.data_ptr(),
             },
         )
-        return out if wanted is None else torch.zeros_like(x).index_copy_(1, wanted, out)
+        return out, wanted
 
 
-def in_one_call(by_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns the forward of a layer that has a `DenseLayer`. `by_parts` runs if the dense layer does not take the inputs."""
+def in_one_call(
+    by_parts: Callable[..., torch.Tensor], rest: Callable[..., torch.Tensor] | None = None
+) -> Callable[..., torch.Tensor]:
+    """Returns the forward of a layer that has a `DenseLayer`. `by_parts` runs if the dense layer does not take the inputs.
+
+    `rest`: of a layer that ends before its MLP, the rest, which gets the layer, its inputs and what `DenseStack.before_mlp` returns.
+    """
 
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attention: Any = kwargs.get("step_attention")
         if hasattr(attention, "prepared") and kwargs.get("attention_mask") is None and not has_cache(kwargs):
             dense: DenseStack = self.dense
             cos, sin = kwargs["position_embeddings"]
-            if dense.takes(hidden_states, cos, sin):
-                return dense(hidden_states, cos, sin, attention)
+            if dense.layers[0].of_halves:
+                cos, sin = of_both_halves(cos), of_both_halves(sin)
+            if dense.takes(hidden_states, cos, sin, attention):
+                if rest is None:
+                    return dense(hidden_states, cos, sin, attention)
+                return rest(self, hidden_states, *dense.before_mlp(hidden_states, cos, sin, attention))
         return by_parts(self, hidden_states, **kwargs)
 
     return forward
@@ -250,7 +291,7 @@ def stack_forward(
     if plain:
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cos, sin = self.rotary_emb(x, position_ids)
-        if self.stack.takes(x, cos, sin):
+        if self.stack.takes(x, cos, sin, attention):
             return BaseModelOutputWithPast(last_hidden_state=self.stack(x, cos, sin, attention))
     return type(self).forward(
         self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
@@ -261,9 +302,10 @@ def stack_forward(
 def _widths(layer: DenseLayer) -> tuple[int, ...]:
     """Returns the numbers a token of each result between the kernels (`_LayerResults`)."""
     hidden, q, kv = layer.o.out_features, layer.heads * layer.head_size, layer.kv_heads * layer.head_size
-    adapters = [part.adapter for part in (*layer.qkv, layer.o, layer.gate_up, layer.down)]
+    mlp: list[Any] = [] if layer.mlp is None else [layer.mlp.gate_up, layer.mlp.down]
+    adapters = [part.adapter for part in (*layer.qkv, layer.o, *mlp)]
     low = max((each.down.out_features for each in adapters if each is not None), default=0)
-    return hidden, hidden, q + 2 * kv, q, kv, q, hidden, hidden, layer.gate_up.out_features, low
+    return hidden, hidden, q + 2 * kv, q, kv, q, hidden, hidden, mlp[0].out_features if mlp else 0, low
 
 
 class _LayerResults(NamedTuple):
@@ -293,6 +335,7 @@ class _Now(Enum):
     """Rows of the last layer after attention."""
     X = auto()
     OUT = auto()
+    NORMED = auto()
     COS = auto()
     SIN = auto()
     WANTED = auto()
@@ -333,20 +376,24 @@ class _Prepared:
                 residual, mixed = self._take_wanted(layer, residual, at)
             self._product(layer.o, mixed, at.more, hidden, at)
             y = self._norm_of(layer.norms.after_attention, at.more, at.normed)
-            y = self._norm_of_sum(layer.norms.before_mlp, residual, y, at.total, at.normed, hidden, layer.gate_up)
-            self._product(layer.gate_up, y, at.gated, layer.gate_up.out_features, at)
-            self._product(layer.down, at.gated, at.more, hidden, at)
+            if layer.mlp is None:
+                self._norm_of_sum(layer, layer.norms.before_mlp, residual, y, _Now.OUT, _Now.NORMED)
+                break
+            up: Any = layer.mlp.gate_up
+            down: Any = layer.mlp.down
+            y = self._norm_of_sum(layer, layer.norms.before_mlp, residual, y, at.total, at.normed, up)
+            self._product(up, y, at.gated, up.out_features, at)
+            self._product(down, at.gated, at.more, hidden, at)
             y = self._norm_of(layer.norms.after_mlp, at.more, at.normed)
             if i + 1 < len(layers):
                 following = layers[i + 1]
-                y = self._norm_of_sum(
-                    following.norms.before_attention, at.total, y, at.residual, at.normed, hidden, following.qkv[0]
-                )
+                norm = following.norms.before_attention
+                y = self._norm_of_sum(layer, norm, at.total, y, at.residual, at.normed, following.qkv[0])
                 residual = at.residual
             elif stack.norm is None:
-                self._norm_of_sum(None, at.total, y, _Now.OUT, at.normed, hidden)
+                self._norm_of_sum(layer, None, at.total, y, _Now.OUT, at.normed)
             else:
-                self._norm_of_sum(stack.norm, at.total, y, at.residual, _Now.OUT, hidden)
+                self._norm_of_sum(layer, stack.norm, at.total, y, at.residual, _Now.OUT)
         self._calls = Calls(self._added)
 
     def run(self, attention: Attends, now: dict[_Now, int]) -> None:
@@ -379,11 +426,14 @@ class _Prepared:
         keys, values = (at.qkv + before * self._dtype.itemsize for before in (q_width, q_width + kv_width))
         plain = Heads(at.qkv, layer.heads, size, size, row), Heads(keys, layer.kv_heads, size, size, row)
         turned = Heads(at.q, layer.heads, size, size, q_width), Heads(at.k, layer.kv_heads, size, size, kv_width)
-        for norm, heads, place in zip(layer.head_norms, plain, turned, strict=False):
+        for norm, of, place in zip(layer.head_norms, plain, turned, strict=False):
             width = len(norm.factor)
-            self._norm(norm, heads.heads * size // width, width, heads.to_token, x=heads.at, y=place.at)
-        self._rotary(turned if layer.head_norms else plain, turned)
-        all_heads = *turned, Heads(values, layer.kv_heads, size, size, row)
+            self._norm(norm, of.heads * size // width, width, of.to_token, x=of.at, y=place.at)
+        heads = turned if layer.head_norms else plain
+        if layer.turns:
+            self._rotary(heads, turned)
+            heads = turned
+        all_heads = *heads, Heads(values, layer.kv_heads, size, size, row)
         prepared = attention.prepared(layer.index, all_heads, at.mixed, self._dtype, layer.options)
         self._attentions.append(prepared)
         self._added.append(prepared.call)
@@ -432,16 +482,17 @@ class _Prepared:
 
     def _norm_of_sum(
         self,
+        layer: DenseLayer,
         of: FusedNorm | None,
         x: _Place,
         more: _Place,
         total: _Place,
         y: _Place,
-        size: int,
         read: Linear | None = None,
     ) -> _Place:
-        """Adds the sum of the rows at x and `more`, into `total`, and its norm, into y. Returns where the result is: `total` without a norm."""
-        self._norm(of, 1, size, size, read, x=x, more=more, sum=total, y=None if of is None else y)
+        """Adds a layer's sum of the rows at x and `more`, into `total`, and its norm, into y. Returns where the result is: `total` without a norm."""
+        size = layer.o.out_features
+        self._norm(of, 1, size, size, read, layer.by, x=x, more=more, sum=total, y=None if of is None else y)
         return total if of is None else y
 
     def _norm(
@@ -451,6 +502,7 @@ class _Prepared:
         size: int,
         x_row: int,
         read: Linear | None = None,
+        by: float = 1.0,
         **places: _Place | None,
     ) -> None:
         fields: dict[str, Any] = dict(places)
@@ -462,7 +514,7 @@ class _Prepared:
                 fields |= {"q": rows.values.data_ptr(), "scales": rows.scales.data_ptr(), "q_row": row_length(size)}
                 self._quantized = places["y"]
         self._add(
-            Call(kernel("norm", self._dtype), NormArguments(threads=self._threads)),
+            Call(kernel("norm", self._dtype), NormArguments(threads=self._threads, by=by)),
             outer=self._rows, inner=inner, size=size, x_outer=x_row, x_inner=size, **fields,
         )  # fmt: skip
 

@@ -382,8 +382,10 @@ def fuse_rotary(model: torch.nn.Module, rotate: Callable[..., Any], agrees: Call
         plain = forward.__globals__[_ROTARY]
         if plain not in made:
             code = code_of(plain)
-            found = FusedRotary(plain, rotate, keeps_type=code is Code.ROTARY_KEEPS_TYPE)
-            known = code in (Code.ROTARY, Code.ROTARY_KEEPS_TYPE)
+            found = FusedRotary(
+                plain, rotate, keeps_type=code is Code.ROTARY_KEEPS_TYPE, of_halves=code is Code.ROTARY_OF_HALVES
+            )
+            known = code in (Code.ROTARY, Code.ROTARY_KEEPS_TYPE, Code.ROTARY_OF_HALVES)
             made[plain] = found if known and agrees(found) else None
         fused = made[plain]
         if fused is not None:
@@ -394,20 +396,28 @@ def fuse_rotary(model: torch.nn.Module, rotate: Callable[..., Any], agrees: Call
 _ROTARY = "apply_rotary_pos_emb"
 
 
+def of_both_halves(x: torch.Tensor) -> torch.Tensor:
+    """Returns cos or sin [..., R] of whole heads, of those [..., R/2] of half a head."""
+    return torch.cat((x, x), -1)
+
+
 class FusedRotary:
     """`apply_rotary_pos_emb` with the kernel; with the model's own function if the kernel does not support the call."""
 
-    def __init__(self, plain: Callable[..., Any], rotate: Callable[..., Any], keeps_type: bool) -> None:
-        """`rotate`: the kernel; it returns None for what it does not support."""
+    def __init__(
+        self, plain: Callable[..., Any], rotate: Callable[..., Any], keeps_type: bool, of_halves: bool
+    ) -> None:
+        """`rotate`: the kernel; it returns None for what it does not support. `of_halves`: cos and sin are those of half a head."""
         self.plain = plain
         self.rotate = rotate
         self.keeps_type = keeps_type
+        self.of_halves = of_halves
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> Any:
         if unsqueeze_dim == 1 and (cos.dtype == q.dtype or self.keeps_type):
-            turned = self.rotate(q, k, cos, sin)
+            turned = self.rotate(q, k, *(map(of_both_halves, (cos, sin)) if self.of_halves else (cos, sin)))
             if turned is not None:
                 return turned
         return self.plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
@@ -417,7 +427,7 @@ class FusedRotary:
         generator = torch.Generator().manual_seed(0)
         for dtype in DTYPES:
             q, k = (random_numbers(generator, 1, heads, 3, 40).to(dtype) for heads in (4, 2))
-            cos, sin = (random_numbers(generator, 1, 3, 40).to(dtype) for _ in range(2))
+            cos, sin = (random_numbers(generator, 1, 3, 20 if self.of_halves else 40).to(dtype) for _ in range(2))
             pairs = zip(self(q, k, cos, sin), self.plain(q, k, cos, sin), strict=True)
             if not all(near(ours, theirs, NEAR[dtype]) for ours, theirs in pairs):
                 return False

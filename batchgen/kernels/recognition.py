@@ -33,6 +33,8 @@ class Code(Enum):
     """`apply_rotary_pos_emb`, of whole heads or of their first elements."""
     ROTARY_KEEPS_TYPE = auto()
     """The same; results have the types of queries and keys, whatever the type of cos and sin."""
+    ROTARY_OF_HALVES = auto()
+    """`apply_rotary_pos_emb` with cos and sin of half a head, which are those of both halves."""
     COS_AND_SIN = auto()
     """The cos and sin of positions."""
     LINEAR = auto()
@@ -54,6 +56,8 @@ class Code(Enum):
     """A mixture that multiplies the inputs of experts, not their results, by the router's scores, and has an expert for all tokens."""
     ATTENTION = auto()
     """Projections, norms of queries and keys if the module has them, rotary embeddings, the attention function, an output projection."""
+    SCALED_ATTENTION = auto()
+    """The same; queries are scaled from a position on."""
     GATED_ATTENTION = auto()
     """The same; half of what the projection of queries gives is a gate of the output."""
     LAYER = auto()
@@ -64,6 +68,8 @@ class Code(Enum):
     """Norms before and after attention and the MLP."""
     LAYER_OF_LATE_NORMS = auto()
     """Norms after attention and the MLP."""
+    SCALED_LAYER = auto()
+    """`LAYER` with a multiplier of what is added in its sums."""
     HYBRID_LAYER = auto()
     """A decoder layer with attention or a recurrent mixer."""
     GRANITE_LAYER = auto()
@@ -87,6 +93,7 @@ _KNOWN = {
     "4075f51d9bf95434": Code.ROTARY,  # Llama and most others
     "03068fedcbc8f885": Code.ROTARY,  # GPT-NeoX, GLM 4 MoE, Qwen 3.5
     "8a9c4dda911b3a41": Code.ROTARY,  # Phi-3
+    "962edf66cd3a7332": Code.ROTARY_OF_HALVES,  # gpt-oss
     "1c77ffd1b7f6ae23": Code.ROTARY_KEEPS_TYPE,  # OLMo, LFM3
     "a2172e70c3b28987": Code.COS_AND_SIN,  # most models
     "4ec9f0ed160cc55b": Code.COS_AND_SIN,  # most models in transformers 5.17
@@ -117,12 +124,21 @@ _KNOWN = {
     "f5bfa988c276becb": Code.ATTENTION,  # OLMo 2, MiniMax M2
     "673ca7ba0f6e00f1": Code.ATTENTION,  # OLMo 3
     "15da3eacdd4a5163": Code.ATTENTION,  # Phi-3
+    "295cbb2988ee1cc4": Code.ATTENTION,  # GLM 4 MoE
+    "134c55d649ec9a01": Code.ATTENTION,  # SmolLM3, without rotary embeddings in some layers
+    "d200ffd74459cd5f": Code.ATTENTION,  # EXAONE 4, likewise
+    "8ac463cb9dee6731": Code.ATTENTION,  # gpt-oss
+    "64adb394eda65245": Code.SCALED_ATTENTION,  # Ministral 3
+    "19d6949e09c1a15a": Code.SCALED_ATTENTION,  # Ministral 3 in transformers 5.17
     "c88a3ba18e7e705f": Code.GATED_ATTENTION,  # Qwen3-Next, Qwen 3.5
     "93d662d105ce35eb": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
+    "bc2f9c95094d14e2": Code.LAYER,  # Mixtral, MiniMax M2
+    "2ac17ef6547413b2": Code.LAYER,  # gpt-oss
     "43a8ddae3485c461": Code.LAYER,  # Qwen 3 VL
     "a8ac7c75040156b4": Code.LAYER_WITH_DROPOUT,  # Phi-3
     "f8a1ca7b615c612e": Code.LAYER_OF_FOUR_NORMS,  # Gemma 2 and 3
     "d69009bb0c0eab31": Code.LAYER_OF_LATE_NORMS,  # OLMo 2 and 3
+    "13de1827d0dbf462": Code.SCALED_LAYER,  # Granite
     "a1068c443353aaa9": Code.HYBRID_LAYER,  # Qwen 3.5 before transformers 5.24
     "0c0efce5e58c007c": Code.HYBRID_LAYER,  # Qwen 3.5
     "97d6a6daa7df04a2": Code.HYBRID_LAYER,  # Qwen3-Next, and Qwen 3.5 with experts

@@ -34,13 +34,18 @@ def in_8_bits(kind):
 def recorded_layers(monkeypatch):
     """Returns a list to which every later call of a stack adds the indices of its layers."""
     found = []
-    whole = DenseStack.__call__
 
-    def noted(self, *given):
-        found.append(tuple(layer.index for layer in self.layers))
-        return whole(self, *given)
+    def note(name):
+        whole = getattr(DenseStack, name)
 
-    monkeypatch.setattr(DenseStack, "__call__", noted)
+        def noted(self, *given):
+            found.append(tuple(layer.index for layer in self.layers))
+            return whole(self, *given)
+
+        monkeypatch.setattr(DenseStack, name, noted)
+
+    note("__call__")
+    note("before_mlp")
     return found
 
 
@@ -54,11 +59,23 @@ def logprobs(model):
 WIDTHS = [
     {}, {"num_key_value_heads": 1}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 40, "num_key_value_heads": 4},
 ]  # fmt: skip
+EXPERTS = {"mlp_only_layers": []}
+SCALED_FROM_64 = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 KINDS = [
     *(("llama", changes) for changes in WIDTHS), ("qwen2", {}), ("qwen3", {}), ("mistral", {"sliding_window": 24}),
     ("phi3", {}), ("phi3", {"partial_rotary_factor": 0.5}), ("gemma2", {}), ("gemma3_text", {}), ("olmo2", {}),
+    ("granite", {"residual_multiplier": 0.22}), ("ministral3", {"rope_parameters": SCALED_FROM_64}), ("smollm3", {}), ("exaone4", {}), ("arcee", {}), ("mixtral", {}),
+    ("qwen3_moe", EXPERTS), ("glm4_moe", {"first_k_dense_replace": 0}), ("gpt_oss", {}),
 ]  # fmt: skip
-IN_8_BITS = [("llama", WIDTHS[2]), ("llama", WIDTHS[3]), ("qwen3", {}), ("phi3", {}), ("gemma2", {}), ("olmo2", {})]
+BY_LAYERS = {"gemma3_text", "granite", "exaone4", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"}
+"""Those whose layers do not all run in one call."""
+IN_8_BITS = [
+    ("llama", WIDTHS[2]), ("llama", WIDTHS[3]), ("qwen3", {}), ("phi3", {}), ("gemma2", {}), ("olmo2", {}), ("granite", {}), ("qwen3_moe", EXPERTS),
+]  # fmt: skip
+LAYERS_IN_8_BITS = {"phi3": 4, "qwen3_moe": 4 + 3 * 4}
+"""Linear layers of a decoder layer, where there are not seven."""
 
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -75,10 +92,10 @@ def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeyp
     model = prepare(build(kind, **(SHAPE | changes)).to(dtype), kernels=kernels(), int8=int8)
     body = model.module.model
     if int8:
-        assert quantize_linear(model.module).layers == (4 if kind == "phi3" else 7) * len(body.layers)
+        assert quantize_linear(model.module).layers == LAYERS_IN_8_BITS.get(kind, 7) * len(body.layers)
     assert all("dense" in layer.__dict__ for layer in body.layers)
     whole = "stack" in body.__dict__
-    assert whole == (kind != "gemma3_text")  # which has several tables of cos and sin
+    assert whole == (kind not in BY_LAYERS)
     each = {(i,) for i in range(len(body.layers))}
     found = recorded_layers(monkeypatch)
     together = logprobs(model)
@@ -112,6 +129,18 @@ def test_layers_with_adapters_run_in_one_call_and_give_the_same_bits(monkeypatch
         assert [[token.token for token in row] for row in together] == [[token.token for token in row] for row in plain]
     monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
+
+
+def test_a_step_with_a_query_that_is_scaled_runs_part_by_part(monkeypatch):
+    scaled = {"rope_parameters": SCALED_FROM_64}
+    requests = make_requests([list(range(20, 76)), list(range(30, 95))], [10, 10], ignore_eos=True, temperature=0)
+    found = recorded_layers(monkeypatch)
+    engine = engine_for(prepared(kind="ministral3", **scaled))
+    results = [*run(engine, requests[:1]), *run(engine, requests[1:])]
+    assert found == [(0, 1)] * 9  # then the first one's last query is at 64, where the second one's prompt ends
+    plain = engine_for(prepare(build("ministral3", **SHAPE, **scaled), kernels=None))
+    expected = [*run(plain, requests[:1]), *run(plain, requests[1:])]
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
 
 
 def test_a_model_that_changes_the_outputs_of_its_modules_runs_layer_by_layer(monkeypatch):
@@ -152,7 +181,8 @@ def test_a_model_with_int8_and_other_layers_runs_in_one_call(monkeypatch, plain)
 
 @pytest.mark.parametrize(
     ("kind", "int8"),
-    [*((kind, False) for kind in ("llama", "gemma2", "qwen3_5_text", "granite")), ("llama", True), ("gemma2", True)],
+    [(kind, False) for kind in ("llama", "gemma2", "qwen3_5_text", "granite", "qwen3_moe", "cohere")]
+    + [(kind, True) for kind in ("llama", "gemma2")],
 )
 def test_the_last_layer_skips_tokens_whose_logits_are_not_needed(kind, int8):
     model = in_8_bits(kind) if int8 else prepared(kind=kind)
@@ -166,8 +196,8 @@ def test_the_last_layer_skips_tokens_whose_logits_are_not_needed(kind, int8):
     assert logprobs(model) == whole
     some = torch.cat(given)
     left_out = ~some.any(1)
-    # Layers with their own forward, such as Granite's, skip nothing.
-    assert (model.last_layer is None) == (kind == "granite")
+    # Layers with their own forward, such as Cohere's, skip nothing.
+    assert (model.last_layer is None) == (kind == "cohere")
     assert left_out.any() == (model.last_layer is not None)
     assert torch.equal(some[~left_out], rows[~left_out])
 
@@ -189,6 +219,6 @@ def test_a_linear_layer_that_is_used_twice_keeps_its_weights(monkeypatch, shared
     assert logprobs(model) == together
 
 
-@pytest.mark.parametrize("kind", ["granite", "smollm3", "mixtral"])
+@pytest.mark.parametrize("kind", ["cohere", "glm4", "gemma4_text"])
 def test_layers_of_another_structure_run_part_by_part(kind):
     assert not any("dense" in layer.__dict__ for layer in prepared(kind=kind).module.model.layers)

@@ -28,6 +28,7 @@ FAMILIES = {
     "phi3": USUAL,  # gate and up in one layer
     "olmo2": {*USUAL, "joint projections"},  # norms in float32
     "gpt_neox": {"rotary embeddings"},  # of a part of each head
+    "gpt_oss": {"norms", "joint projections", "rotary embeddings"},  # cos and sin of halves
     "gpt2": set(),
 }
 
