@@ -1,5 +1,7 @@
 """The tensors of the block pool: the keys and values of all blocks in each layer, allocated once on the layer's device.
 
+Layers that read another one's keys and values (the last ones of Gemma 4 E2B and E4B) write theirs, which are the same, to the same place.
+
 A layer's keys are [K, blocks * block_size, D]. Adjacent blocks are a view [K, S, D] of them, and the whole pool is a view [K, blocks,
 block_size, D], so attention reads the pool in place. Keys and values of the same shape are in one tensor, so that one operation
 copies a block in all layers.
@@ -36,6 +38,8 @@ class LayerShape:
     v_size: int
     device: torch.device = CPU
     """The device of the layer and of its KV."""
+    same_as: int | None = None
+    """The layer whose keys and values it reads, and which keeps them; None for most."""
 
 
 class KVCache:
@@ -56,7 +60,7 @@ class KVCache:
         self.pools: list[torch.Tensor] = []
         """By shape and device: all keys and values [N, S, D]; S is the number of tokens of the pool, N the number of their heads together."""
         alike: dict[tuple[torch.device, int, int], list[tuple[dict[int, torch.Tensor], int]]] = {}
-        for i, shape in layers.items():
+        for i, shape in own_layers(layers).items():
             alike.setdefault((shape.device, shape.heads, shape.k_size), []).append((self.keys, i))
             alike.setdefault((shape.device, shape.heads, shape.v_size), []).append((self.values, i))
         for (device, heads, size), places in alike.items():
@@ -64,6 +68,9 @@ class KVCache:
             self.pools.append(pool)
             for n, (of, i) in enumerate(places):
                 of[i] = _on_its_own(pool[n * heads : (n + 1) * heads])
+        for i, shape in layers.items():
+            if shape.same_as is not None:
+                self.keys[i], self.values[i] = self.keys[shape.same_as], self.values[shape.same_as]
         # Smaller ones might lie in memory that others use later.
         large = [pool for pool in self.pools if pool.device.type == "cpu" and pool.nbytes >= PIECE]
         self._in_small_pages = [pool for pool in large if keep_pages_small(pool)]
@@ -134,9 +141,14 @@ def devices_of(layers: dict[int, LayerShape]) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(s.device for s in layers.values()))
 
 
+def own_layers(layers: dict[int, LayerShape]) -> dict[int, LayerShape]:
+    """Returns the layers that keep keys and values of their own."""
+    return {i: shape for i, shape in layers.items() if shape.same_as is None}
+
+
 def bytes_per_token(layers: dict[int, LayerShape], dtype: torch.dtype, device: torch.device | None = None) -> int:
     """Returns the bytes of one token's KV in all layers, or in the layers on `device`."""
-    here = [s for s in layers.values() if device is None or s.device == device]
+    here = [s for s in own_layers(layers).values() if device is None or s.device == device]
     return sum(s.heads * (s.k_size + s.v_size) for s in here) * dtype.itemsize
 
 

@@ -26,11 +26,12 @@ def kv_numbers(config: Any, attention_layers: int | None = None) -> int:
 
 
 def _layers(config: Any, count: int) -> Iterator[tuple[Any, str | None]]:
-    """The configuration and the type of each layer: of Gemma 4, they differ. The layers of Mllama that see an image alone are left out."""
+    """The configuration and the type of each layer that keeps KV: of Gemma 4, they differ, and the last ones may read that of others. The layers of
+    Mllama that see an image alone are left out."""
     kinds = getattr(config, "layer_types", None) or [None] * count
     own = getattr(config, "per_layer_config", None)
     of_images = getattr(config, "cross_attention_layers", None) or ()
-    for layer, kind in zip(range(count), kinds, strict=False):
+    for layer, kind in zip(range(count - (getattr(config, "num_kv_shared_layers", None) or 0)), kinds, strict=False):
         if layer not in of_images:
             yield (config if own is None else own[layer]), kind
 

@@ -210,6 +210,8 @@ class _Probe:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
+        self._given: dict[tuple[Any, ...], tuple[int, torch.Tensor, torch.Tensor]] = {}
+        """By their places in memory: the first layer that had these keys and values, which are kept, so that no others come to lie there."""
         self.kinds: dict[AttentionKind, None] = {}
         self.dtype = torch.float32
 
@@ -218,7 +220,10 @@ class _Probe:
     ) -> torch.Tensor:
         if layer in self.layers:
             raise ModelError(f"the model runs attention twice in layer {layer}, which is not supported")
-        self.layers[layer] = LayerShape(k_KTD.shape[0], k_KTD.shape[2], v_KTV.shape[2], v_KTV.device)
+        place = (*((x.data_ptr(), x.shape, x.stride()) for x in (k_KTD, v_KTV)),)
+        first, *_ = self._given.setdefault(place, (layer, k_KTD, v_KTV))
+        same_as = None if first == layer else first
+        self.layers[layer] = LayerShape(k_KTD.shape[0], k_KTD.shape[2], v_KTV.shape[2], v_KTV.device, same_as)
         self.dtype = v_KTV.dtype
         group = q_HTD.shape[0] // k_KTD.shape[0]
         kind = AttentionKind(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from batchgen.attention.kv_cache import KVCache, LayerShape, devices_of
+from batchgen.attention.kv_cache import KVCache, LayerShape, bytes_per_token, devices_of
 from batchgen.kernels.memory import keep_pages_small
 from batchgen.process.machine import memory_bytes
 
@@ -68,6 +68,16 @@ def test_layers_of_one_shape_lie_in_one_tensor_and_none_is_a_view():
     for i, tensor in enumerate(tensors):
         tensor.fill_(i)
     assert [int(tensor.min()) for tensor in tensors] == [int(tensor.max()) for tensor in tensors] == [*range(6)]
+
+
+def test_layers_that_read_the_keys_and_values_of_another_take_no_memory():
+    alone = {0: LayerShape(2, 3, 5)}
+    layers = alone | {1: LayerShape(2, 3, 5, same_as=0)}
+    cache = cache_of(4, 2, layers)
+    assert cache.keys[1] is cache.keys[0]
+    assert cache.values[1] is cache.values[0]
+    assert [pool.shape for pool in cache.pools] == [pool.shape for pool in cache_of(4, 2, alone).pools]
+    assert bytes_per_token(layers, torch.float32) == bytes_per_token(alone, torch.float32)
 
 
 @pytest.mark.skipif(not keep_pages_small(torch.zeros(1)), reason="the system cannot make pages huge later")

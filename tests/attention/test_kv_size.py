@@ -40,6 +40,13 @@ def test_the_configuration_tells_what_a_token_and_a_state_take(name):
     assert state_bytes_per_sequence(config, "float32") == bytes_per_state_slot(model.states, model.dtype)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "gemma4_unified_text"])
+def test_keys_and_values_that_several_layers_read_are_kept_once(name, compiled):
+    layers = packed_model(name, compiled=compiled).layers
+    assert [layers[i].same_as for i in range(6)] == [None, None, None, None, 2, 3]
+
+
 def test_layers_that_see_an_image_alone_keep_nothing_of_a_text():
     kinds = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     assert kv_numbers(SimpleNamespace(**kinds)) == 4 * 2 * 2 * 16
