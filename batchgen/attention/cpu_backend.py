@@ -72,7 +72,7 @@ class PackedAttention:
         cache: KVCache,
         narrowed: tuple[int, NDArray[np.int64]] | None = None,
     ) -> None:
-        """`narrowed`: a layer of which only some tokens' results are wanted, and the places of these tokens in the step."""
+        """`narrowed`: the first layer of which only some tokens' results are wanted, and the places of these tokens in the step."""
         size = cache.block_size
         split = split_step(spans, size, SHARED_READS)
         self.positions = split.positions
@@ -117,15 +117,25 @@ class PackedAttention:
 
         The kernel computes only these, but writes the keys and values of all tokens.
         """
-        return torch.from_numpy(self._wanted) if self._narrowed == layer else None
+        return torch.from_numpy(self._wanted) if self._is_narrowed(layer) else None
+
+    def _is_narrowed(self, layer: int) -> bool:
+        return self._narrowed is not None and layer >= self._narrowed
 
     def __call__(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """Returns the layer's attention output [T, H, V], 0 for tokens that are not `wanted`."""
+        """Returns the layer's attention output [T, H, V], 0 for tokens that are not `wanted`.
+
+        If the queries are those of the wanted tokens alone, so is the output.
+        """
+        wanted = self.wanted(layer)
+        if wanted is not None and q_HTD.shape[1] < k_KTD.shape[1]:
+            every_HTD = q_HTD.new_zeros((q_HTD.shape[0], k_KTD.shape[1], q_HTD.shape[2])).index_copy_(1, wanted, q_HTD)
+            return self(layer, every_HTD, k_KTD, v_KTV, options).index_select(0, wanted)
         q, k, v = map(adjacent, (q_HTD, k_KTD, v_KTV))
         out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
-        if self.wanted(layer) is not None:
+        if wanted is not None:
             out.zero_()
         heads = Heads.of(q), Heads.of(k), Heads.of(v)
         prepared = self.prepared(layer, heads, out.data_ptr(), q.dtype, options)
@@ -147,8 +157,8 @@ class PackedAttention:
             positions, ends, *others = self._pointers
             ends = positions if prepared.causal else ends
             plan = self._plans[kind] = _Plan(*self._counts, prepared.tile, positions, ends, *others)
-        whole = prepared.index != self._narrowed
-        prepared.set_step(ctypes.addressof(plan), None if whole else self._is_wanted.ctypes.data)
+        wanted = self._is_wanted.ctypes.data if self._is_narrowed(prepared.index) else None
+        prepared.set_step(ctypes.addressof(plan), wanted)
 
 
 class LayerAttention:

@@ -7,10 +7,10 @@ running its attention once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,6 +31,13 @@ from batchgen.kernels.recognition import CACHES, Code, code_of, has_cache
 from batchgen.kernels.recurrent import can_gate, sigmoid_gate
 from batchgen.kernels.replacing import Around, can_fuse, known_code, own_forward
 from batchgen.kernels.whole_vectors import filled
+
+
+class KeepsKV(Protocol):
+    """What is used here of `LayerShape`."""
+
+    @property
+    def same_as(self) -> int | None: ...
 
 
 @torch.inference_mode()
@@ -67,18 +74,71 @@ def unfuse_layers(model: torch.nn.Module) -> None:
                 module.__dict__.pop(name, None)
 
 
-def last_layer(model: torch.nn.Module, attending: Collection[int], recurrent: Collection[int]) -> int | None:
-    """Returns the index of the last decoder layer if it can leave tokens out. Only the final norm and the head read its output, token by token.
+def narrowed_from(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> int | None:
+    """Returns the index of the first of the decoder layers that can leave tokens out: those of which only the final norm and the head read the
+    output, token by token.
 
-    `attending` and `recurrent` are the layers that store keys and states. None for models with several stacks of decoder layers, for layers
-    that keep their own forward, and if the last layer has no attention.
+    `attending` and `recurrent` are the layers that read keys and states. None for models with several stacks of decoder layers, for layers that keep their own forward, and if the last layer has no
+    attention.
     """
+    tail = _without_own_kv(attending, recurrent)
+    if tail and any(_is_narrow(part) for part in model.modules()):
+        return tail[0]
     stacks = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and any(map(_can_narrow, part))]
     if len(stacks) != 1 or not _can_narrow(stacks[0][-1]):
         return None
     last: Any = stacks[0][-1]
     index: int = last.self_attn.layer_idx
     return index if index in attending and index == max([*attending, *recurrent]) else None
+
+
+def narrow_layers(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> None:
+    """Gives the last decoder layers, if they read keys and values of others alone, forwards that leave tokens out. See `narrowed_from`."""
+    tail = _without_own_kv(attending, recurrent)
+    module: Any
+    for module in model.modules() if tail else ():
+        index = getattr(module._modules.get("self_attn"), "layer_idx", None)
+        if index in tail and not _is_narrow(module):
+            whole = getattr(module.__dict__.get("forward"), "__func__", type(module).forward)
+            module.forward = MethodType(_narrow(whole, first=index == tail[0], last=index == tail[-1]), module)
+
+
+def _without_own_kv(attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> list[int]:
+    """Returns the layers after the last one that stores something."""
+    own = [layer for layer, kept in attending.items() if kept.same_as is None]
+    last = max([*own, *recurrent], default=-1)
+    return sorted(layer for layer in attending if layer > last)
+
+
+def _narrow(whole: Callable[..., torch.Tensor], first: bool, last: bool) -> Callable[..., torch.Tensor]:
+    """Returns a forward of a layer for the tokens that are wanted. The first one chooses them, the last one gives 0 for the others."""
+
+    def narrow_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        wanted = _wanted(self, kwargs)
+        if wanted is None:
+            return whole(self, hidden_states, *args, **kwargs)
+        tokens = len(kwargs["step_attention"].positions)
+
+        def chosen(given: Any) -> Any:
+            if isinstance(given, tuple):  # cos and sin
+                return tuple(map(chosen, given))
+            of_tokens = isinstance(given, torch.Tensor) and given.dim() > 2 and given.shape[-2] == tokens
+            return given.index_select(given.dim() - 2, wanted) if of_tokens else given
+
+        x = chosen(hidden_states) if first else hidden_states
+        if len(wanted):
+            x = whole(self, x, *map(chosen, args), **{name: chosen(given) for name, given in kwargs.items()})
+        if not last:
+            return x
+        out = x.new_zeros((*x.shape[:-2], tokens, x.shape[-1]))
+        return out.index_copy_(out.dim() - 2, wanted, x)
+
+    return narrow_forward
+
+
+def _is_narrow(module: torch.nn.Module) -> bool:
+    """Whether a module has a forward of `narrow_layers`."""
+    return getattr(module.__dict__.get("forward"), "__name__", "") == "narrow_forward"
 
 
 def _can_narrow(layer: Any) -> bool:

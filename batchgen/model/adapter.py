@@ -17,7 +17,7 @@ import torch
 from batchgen.attention.base import EVERY_KEY, NAME, EveryKey, LayerOptions, register
 from batchgen.attention.kv_cache import LayerShape
 from batchgen.errors import ModelError
-from batchgen.kernels.decoder_layers import fuse_layers, last_layer
+from batchgen.kernels.decoder_layers import fuse_layers, narrow_layers, narrowed_from
 from batchgen.kernels.device_parts import fuse_on_device
 from batchgen.kernels.fusion import fuse_linear, fuse_small_parts
 from batchgen.kernels.int8 import stay_packed
@@ -61,7 +61,8 @@ def prepare(
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _check_layers(module, probe, states)
     sizes = [kind.sliding_window for kind in probe.kinds if kind.sliding_window is not None]
-    last = None if kernels is None else last_layer(module, probe.layers, states.layers)
+    if kernels is not None:
+        narrow_layers(module, probe.layers, states.layers)
     if kernels is not None and not int8:
         fill_activations(module)
     return LoadedModel(
@@ -77,7 +78,7 @@ def prepare(
         sliding_window=max(sizes) if sizes and len(sizes) == len(probe.kinds) else None,
         spread=spread,
         kernels=kernels,
-        last_layer=last,
+        narrowed_from=None if kernels is None else narrowed_from(module, probe.layers, states.layers),
         long_rope=long_rope,
         compile=compile,
         notes=notes,

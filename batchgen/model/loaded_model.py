@@ -73,8 +73,8 @@ class LoadedModel:
     """Whether the parameters lie on several devices."""
     kernels: ctypes.CDLL | None = None
     """batchgen's kernels for the CPU; None if they are switched off or cannot be compiled."""
-    last_layer: int | None = None
-    """The layer that can leave out all tokens whose logits are not wanted; None if no layer can."""
+    narrowed_from: int | None = None
+    """The layer from which on all tokens whose logits are not wanted can be left out; None if no layer can."""
     long_rope: LongRope | None = None
     """Changes the frequencies of LongRoPE; None without it."""
     compile: str = "auto"

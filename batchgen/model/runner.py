@@ -155,8 +155,8 @@ class Runner:
 
     def _attention(self, packed: PackedSpans) -> PackedAttention | StepAttention:
         if self.model.kernels is not None:
-            last = self.model.last_layer
-            narrowed = None if last is None or _all_wanted(packed) else (last, packed.logits_places)
+            first = self.model.narrowed_from
+            narrowed = None if first is None or _all_wanted(packed) else (first, packed.logits_places)
             return PackedAttention(packed.spans, self.cache, narrowed)
         plan = plan_attention(packed.spans, self.cache.block_size)
         return StepAttention(plan, self.cache)

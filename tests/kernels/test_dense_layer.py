@@ -69,6 +69,8 @@ KINDS = [
     ("granite", {"residual_multiplier": 0.22}), ("ministral3", {"rope_parameters": SCALED_FROM_64}), ("smollm3", {}), ("exaone4", {}), ("arcee", {}), ("mixtral", {}),
     ("qwen3_moe", EXPERTS), ("glm4_moe", {"first_k_dense_replace": 0}), ("gpt_oss", {}),
 ]  # fmt: skip
+WITHOUT_OWN_KV = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
+"""Those whose last two of six layers read the keys and values of others."""
 BY_LAYERS = {"gemma3_text", "granite", "exaone4", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"}
 """Those whose layers do not all run in one call."""
 IN_8_BITS = [
@@ -181,15 +183,15 @@ def test_a_model_with_int8_and_other_layers_runs_in_one_call(monkeypatch, plain)
 
 @pytest.mark.parametrize(
     ("kind", "int8"),
-    [(kind, False) for kind in ("llama", "gemma2", "qwen3_5_text", "granite", "qwen3_moe", "cohere")]
+    [(kind, False) for kind in (*WITHOUT_OWN_KV, "llama", "gemma2", "qwen3_5_text", "granite", "qwen3_moe", "cohere")]
     + [(kind, True) for kind in ("llama", "gemma2")],
 )
-def test_the_last_layer_skips_tokens_whose_logits_are_not_needed(kind, int8):
+def test_the_narrowed_from_skips_tokens_whose_logits_are_not_needed(kind, int8):
     model = in_8_bits(kind) if int8 else prepared(kind=kind)
     body = model.module.model
     given = []
     body.norm.register_forward_pre_hook(lambda _, args: given.append(args[0][0]))
-    whole = logprobs(replace(model, last_layer=None))
+    whole = logprobs(replace(model, narrowed_from=None))
     rows = torch.cat(given)
     assert rows.any(1).all()
     given.clear()
@@ -197,8 +199,9 @@ def test_the_last_layer_skips_tokens_whose_logits_are_not_needed(kind, int8):
     some = torch.cat(given)
     left_out = ~some.any(1)
     # Layers with their own forward, such as Cohere's, skip nothing.
-    assert (model.last_layer is None) == (kind == "cohere")
-    assert left_out.any() == (model.last_layer is not None)
+    last = len(body.layers) - 1
+    assert model.narrowed_from == {"cohere": None}.get(kind, last - (kind in WITHOUT_OWN_KV))
+    assert left_out.any() == (model.narrowed_from is not None)
     assert torch.equal(some[~left_out], rows[~left_out])
 
 
