@@ -41,7 +41,7 @@ from batchgen.result import Completion, OnResult, OnToken, Result
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.stopping import Detokenizer, Stopper
-from batchgen.scheduling.batch import SequenceUpdate
+from batchgen.scheduling.batch import Limits, SequenceUpdate
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler, StepLoop
@@ -128,18 +128,10 @@ class Engine:
         if model.device.type == "cpu":
             keep_freed_memory()
         model, self.sizes = sized(with_blocks(model, config.block_size), config, tokenizer.context_length)
-        head = tokenizer.head
-        sums = head is not None and head.pooling == "mean"
-        limits = replace(self.sizes.limits, every_output=sums)
         self.notes: list[str] = [*model.notes, *model.verdict.notes()]
         """Messages for the user; the list grows."""
-        pool = BlockPool(self.sizes.num_blocks)
-        cache = KVCache(model.layers, pool.num_blocks, self.sizes.block_size, model.dtype)
-        state_slots = BlockPool(self.sizes.num_state_slots) if model.states else None
+        cache = KVCache(model.layers, self.sizes.num_blocks, self.sizes.block_size, model.dtype)
         states = StateCache(model.states, self.sizes.num_state_slots, model.dtype) if model.states else None
-        self.block_manager = BlockManager(pool, self.sizes.block_size, model.sliding_window, state_slots, sums=sums)
-        self.scheduler = Scheduler(self.block_manager, limits, self._stopper, POLICIES[config.policy])
-        self.scheduler.counts = self.stats
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self._vision = model.vision
         if self._vision is not None:
@@ -153,15 +145,15 @@ class Engine:
         self.constraints = Constraints(
             tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
         )
+        head = tokenizer.head
         self.executor = StepExecutor(self.runner, self.sampler, self.constraints, head)
         # On the CPU a step is done when `launch` returns. A step ahead would gain nothing and run every sequence once too often.
         ahead = model.device.type == "cuda" and not model.spread and verdict.uses("step-ahead")
-        self.loop = StepLoop(self.scheduler, self.executor, int(ahead))
         self.speculator = None if ahead or head is not None else self._speculator()
-        self.scheduler.drafter = self.speculator
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking, tokenizer.tool_format)
-        self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout, head)
+        self._make_scheduler(replace(self.sizes.limits, every_output=head is not None and head.pooling == "mean"))
+        self.loop = StepLoop(self.scheduler, self.executor, int(ahead))
         self._unfit: deque[tuple[OnResult, Result]] = deque()
         self._said_shortened = False
         self._short_context = tokenizer.short_context
@@ -169,6 +161,19 @@ class Engine:
         """What cannot run together with what runs now, because LongRoPE has other factors for it."""
         if model.long_rope is not None:
             model.long_rope.use(long=False)
+
+    def _make_scheduler(self, limits: Limits) -> None:
+        """Makes what knows of rows and of the blocks that hold their KV. There are none."""
+        model, sizes = self.runner.model, self.sizes
+        pool, state_slots = BlockPool(sizes.num_blocks), BlockPool(sizes.num_state_slots) if model.states else None
+        self.block_manager = BlockManager(
+            pool, sizes.block_size, model.sliding_window, state_slots, sums=limits.every_output
+        )
+        self.scheduler = Scheduler(self.block_manager, limits, self._stopper, POLICIES[self.config.policy])
+        self.scheduler.counts, self.scheduler.drafter = self.stats, self.speculator
+        self.results = ResultAssembler(
+            self.scheduler, self._detokenizer.piece, self.config.row_timeout, self.tokenizer.head
+        )
 
     def add(
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
@@ -263,9 +268,9 @@ class Engine:
 
         Calls `stop()` before every step. None continues, "drain" starts nothing new and returns when the running rows are done, and
         "now" returns at once. Rows that are not done then are dropped. "pause" returns at once, and the next call goes on with them. Raises
-        `OutOfMemory` if the device has no room for a single token.
+        `OutOfMemory` if the device has no room for a single token. After an exception, all rows are dropped, and no node is resident.
         """
-        paused = False
+        paused = ended = False
         try:
             while self.scheduler.unfinished or self.loop.in_flight or self._unfit or self._is_later:
                 while self._unfit:
@@ -292,8 +297,12 @@ class Engine:
                     self._start_again()
             with suppress(KernelsFailed):  # the rows of a failed step are not done; the next run runs them again
                 self._settle()
+                ended = True
         finally:
-            if not paused and (self.unfinished or self.loop.in_flight):
+            if not ended:  # the exception may have come between two changes that belong together
+                self._make_scheduler(self.scheduler.limits)
+                self.loop.scheduler = self.scheduler
+            if not ended or (not paused and (self.unfinished or self.loop.in_flight)):
                 self._drop()
                 self._unfit.clear()
             if not paused and self._vision is not None:
@@ -490,7 +499,9 @@ class Engine:
             self.stats.weight_bytes_read = self.runner.model.streamed.bytes_read
         pool = self.block_manager.pool
         self.stats.kv_bytes = pool.num_used * self.sizes.block_size * token
-        self.stats.kv_bytes_peak = pool.peak_used * self.sizes.block_size * token
+        self.stats.kv_bytes_peak = max(self.stats.kv_bytes_peak, pool.peak_used * self.sizes.block_size * token)
         if self.block_manager.state_slots is not None:
-            self.stats.state_bytes_peak = self.block_manager.state_slots.peak_used * self.sizes.bytes_per_state_slot
-        self.stats.kv_bytes_unshared = self.block_manager.peak_unshared_blocks * self.sizes.block_size * token
+            states = self.block_manager.state_slots.peak_used * self.sizes.bytes_per_state_slot
+            self.stats.state_bytes_peak = max(self.stats.state_bytes_peak, states)
+        unshared = self.block_manager.peak_unshared_blocks * self.sizes.block_size * token
+        self.stats.kv_bytes_unshared = max(self.stats.kv_bytes_unshared, unshared)

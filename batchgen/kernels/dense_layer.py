@@ -216,8 +216,8 @@ class DenseStack:
         wanted = attention.wanted(self.layers[-1].index)
         rows = x.shape[1]
         if rows > self._rows:
-            self._rows = rows + rows // 4  # so that a step that is a little larger needs no new arguments
             self._prepared.clear()
+            self._rows = rows + rows // 4  # so that a step that is a little larger needs no new arguments
         sizes = [_widths(layer) for layer in self.layers]
         memory = self._workspace.at(self._rows * max(map(sum, sizes)) * x.itemsize)
         in_8_bits = None

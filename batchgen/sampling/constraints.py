@@ -302,7 +302,7 @@ class Constraints:
         """Waits until no matcher is in use by the other thread, and drops the masks that it has computed."""
         job, self._job = self._job, None
         if job is not None:
-            job.masks.result()
+            job.masks.exception()  # waits, and raises nothing: nobody has asked for these masks
 
     def _after(self, row: _Guided | None, token: int) -> _Guided | None:
         """Returns a copy of a sequence that has taken a draft token; None where nothing limits what comes next, or nothing comes next."""

@@ -1,3 +1,5 @@
+from itertools import count
+
 import numpy as np
 import pytest
 
@@ -141,6 +143,41 @@ def test_a_failing_callback_leaves_an_engine_that_can_go_on(engine_of, model, pr
         engine.add(*planned(requests), broken)
         engine.run()
     assert len(run(engine, requests)) == 2
+
+
+@pytest.mark.parametrize("where", ["before a forward", "between two counts of blocks"])
+def test_after_an_interrupt_nothing_of_the_step_under_way_is_used(engine_of, model, where):
+    """A node's last block may be a child's already, in which its tokens are not yet."""
+    group = [7] * (BLOCK + 9)
+    first = make_requests([[*group, i, 1] for i in range(3)] + [group], [4] * 4)
+    requests = make_requests([[*group, i, 2, 3] for i in range(4)], [5] * 4)
+    want = run(engine_of(model), requests)
+    for call in range(1, 6):
+        engine, calls = engine_of(model, batch_size=2), count(1)
+        runner, pool = engine.runner, engine.block_manager.pool
+        forward, share = runner.run, pool.share
+
+        def interrupt(calls=calls, call=call):
+            if next(calls) == call:
+                raise KeyboardInterrupt
+
+        def interrupted_run(*args, forward=forward, interrupt=interrupt):
+            interrupt()
+            return forward(*args)
+
+        def interrupted_share(blocks, share=share, interrupt=interrupt):
+            share(blocks)
+            interrupt()
+
+        if where == "before a forward":
+            runner.run = interrupted_run
+        else:
+            pool.share = interrupted_share
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, first)
+        assert engine.unfinished == 0
+        assert run(engine, requests) == want
+        assert not engine.sampler.used
 
 
 def test_with_debug_blocks_that_do_not_add_up_end_the_run(engine_of, model):

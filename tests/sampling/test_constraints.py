@@ -239,6 +239,24 @@ def test_a_token_waits_until_the_other_thread_has_done_with_its_grammar(
     assert order == ["masks"]
 
 
+def test_masks_that_fail_fail_the_step_that_asks_for_them_and_nothing_later(
+    byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    constraints = constraints_of(byte_level)
+    constraints.add(0, regex("a*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(constraints, "_masks", fail)
+        constraints.start([0])
+        with pytest.raises(MemoryError):
+            constraints.mask([0])
+        constraints.clear()
+    constraints.add(0, regex("a*"))
+    assert constraints.mask([0]) is not None
+
+
 def test_the_masks_behind_drafts_are_those_behind_their_tokens(byte_level: Any) -> None:
     size, (a, b, c) = len(byte_level), byte_level.convert_tokens_to_ids(["a", "b", "c"])
     constraints = constraints_of(byte_level)
