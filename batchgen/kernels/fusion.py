@@ -246,7 +246,7 @@ def as_linear(part: Any) -> torch.nn.Linear | None:
 
 
 _Tied = dict[int, tuple[torch.Tensor, KernelLinear]]
-"""The layers without a bias that were made of weights which other modules share, by the weights' ids."""
+"""The layers without bias and adapter that were made of weights which other modules share, by the weights' ids."""
 
 
 def _linear(part: Any, shared: Counter[int], packing: Packing, tied: _Tied) -> torch.nn.Module | None:
@@ -257,11 +257,13 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, tied: _Tied) -> t
     is_tied = shared[id(weight)] > 1
     if is_tied and not packing.packs_tied:
         return None
-    if bias is None and id(weight) in tied:
+    adapted = isinstance(part, AdaptedLinear)
+    alone = bias is None and not adapted
+    if alone and id(weight) in tied:
         return tied[id(weight)][1]
     fused = packing.pack([weight], [bias], layers=[part])
     if isinstance(weight, PackedTensor):  # of a head, which is large when it is unpacked, some rows are enough
-        adapted, few = isinstance(part, AdaptedLinear), weight[:COMPARED_ROWS]
+        few = weight[:COMPARED_ROWS]
         few_biases = None if bias is None else bias[:COMPARED_ROWS]
 
         def few_columns(x: torch.Tensor) -> torch.Tensor:
@@ -274,7 +276,7 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, tied: _Tied) -> t
     if not agrees:
         return None
     fused.tied = is_tied
-    if is_tied and bias is None:
+    if is_tied and alone:
         tied[id(weight)] = weight, fused
     codes = getattr(fused, "codes", None)
     if is_tied and codes is not None:  # the embedding takes its rows from the codes of the head

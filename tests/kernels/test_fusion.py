@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 from batchgen.kernels import decoder_layers, fusion
 from batchgen.kernels.fusion import FusedMLP, FusedNorm
 from batchgen.kernels.ops import PackedLinear
-from support.fusing import fuse
+from support.fusing import adapted, fuse
 from support.models import build
 from support.shapes import VOCAB
 
@@ -60,6 +60,16 @@ def test_a_weight_that_modules_share_is_packed_once_beside_the_embedding():
     assert isinstance(model.lm_head, PackedLinear)
     assert second.o_proj is first.o_proj
     assert [name for name, p in model.named_parameters() if p.dim() > 1] == ["model.embed_tokens.weight"]
+    same(model, plain)
+
+
+def test_adapters_beside_a_weight_that_modules_share_stay_with_their_modules():
+    model = build("llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.o_proj.weight = first.o_proj.weight
+    first.o_proj, second.o_proj = adapted(first.o_proj, seed=1), adapted(second.o_proj, seed=2)
+    plain = logits(model)
+    assert fuse(model) == ALL | {"linear layers": 9 + 2}  # with the adapters' own
     same(model, plain)
 
 
