@@ -87,14 +87,16 @@ class Runner:
         self, packed: PackedSpans, last: torch.Tensor | None, wanted: Callable[[], Wanted | None] | None
     ) -> list[torch.Tensor]:
         size = len(packed.tokens)
-        if self.max_forward_tokens is None or size <= self.max_forward_tokens:
+        halves = () if self.max_forward_tokens is None or size <= self.max_forward_tokens else _halves(packed)
+        if not halves:
             try:
                 return self._forward(packed, last, wanted)
             except (MemoryError, RuntimeError) as e:
                 if not is_out_of_memory(e):
                     raise
             # Out of the handler, so that the failed forward's tensors are free.
-            if size == 1 or any(len(half.tokens) == size for half in packed.halves()):
+            halves = _halves(packed)
+            if not halves:
                 raise OutOfMemory(
                     f"{self.model.device} does not have enough memory for a forward of {'one token' if size == 1 else counted(size, 'token')}",
                     "lower --kv-memory or --batch-size",
@@ -105,7 +107,7 @@ class Runner:
             if self.states is not None:
                 raise StatesLost
         # The next half may put its logits where these are.
-        return [logits.clone() for half in packed.halves() for logits in self._run(half, last, None)]
+        return [logits.clone() for half in halves for logits in self._run(half, last, None)]
 
     def _forward(
         self, packed: PackedSpans, last: torch.Tensor | None, wanted: Callable[[], Wanted | None] | None
@@ -160,6 +162,12 @@ class Runner:
             return PackedAttention(packed.spans, self.cache, narrowed)
         plan = plan_attention(packed.spans, self.cache.block_size)
         return StepAttention(plan, self.cache)
+
+
+def _halves(packed: PackedSpans) -> tuple[PackedSpans, ...]:
+    """Returns the halves of a batch; none of a single token, and of the tokens of an image or a prompt that run together."""
+    halves = packed.halves() if len(packed.tokens) > 1 else ()
+    return halves if all(len(half.tokens) for half in halves) else ()
 
 
 def _all_wanted(packed: PackedSpans) -> bool:

@@ -10,9 +10,10 @@ import torch
 from batchgen.engine import results as module
 from batchgen.errors import OutOfMemory
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.batch import ScheduledSpan, pack
+from batchgen.scheduling.batch import ScheduledBatch, ScheduledSpan, pack
 from support.models import make_requests, plain_llama, run
 from support.requests import planned
+from support.whole_images import sequence
 
 GROUP = list(range(20))
 
@@ -129,6 +130,23 @@ def test_halves_of_a_step_keep_its_order_and_its_logits():
     assert second.spans == (ScheduledSpan(a, 5, 7, 6), ScheduledSpan(b, 3, 4, 3), ScheduledSpan(c, 0, 2, 2))
     assert [half.tokens.tolist() for half in (first, second)] == [[0, 1, 2, 3, 4], [5, 6, 13, 20, 21]]
     assert [half.logits_places.tolist() for half in (first, second)] == [[], [1, 2]]
+
+
+def test_after_out_of_memory_an_image_that_is_larger_than_a_step_may_be_runs_whole(engine_of, monkeypatch):
+    runner, sizes = engine_of(plain_llama()).runner, []
+
+    def forward(packed, *_):
+        sizes.append(len(packed.tokens))
+        if sizes[-1] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return [torch.zeros(len(packed.logits_places), 1)]
+
+    monkeypatch.setattr(runner, "_forward", forward)
+    batch = ScheduledBatch.of([ScheduledSpan(sequence(), 1, 5, 5)])  # a token, and an image of three
+    runner.run(batch)
+    assert (sizes, runner.max_forward_tokens) == ([4, 1, 3], 2)
+    with pytest.raises(OutOfMemory, match="a forward of 11 tokens"):
+        runner.run(ScheduledBatch.of([ScheduledSpan(sequence(prompt=7), 0, 11, 10)]))
 
 
 def test_choices_that_are_all_impossible_are_equally_likely():
