@@ -97,7 +97,8 @@ class Penalties:
         """Returns a copy of the marks [n, V] of rows that all have some, with their drafts."""
         marks, drafts = self._marks[name].rows[step_params.rows(name)], step_params.drafts()
         if drafts is not None:
-            marks.index_put_(drafts, torch.ones_like(drafts[1], dtype=marks.dtype), accumulate=name == "counts")
+            rows, ids = (part[drafts[1] < self._vocab_size] for part in drafts)  # drafts come from prompts too
+            marks.index_put_((rows, ids), torch.ones_like(ids, dtype=marks.dtype), accumulate=name == "counts")
         return marks
 
     def _table(self, name: str, step_params: StepParams) -> tuple[torch.Tensor, NDArray[np.int64]]:

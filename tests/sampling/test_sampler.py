@@ -271,6 +271,14 @@ def test_rows_behind_drafts_are_sampled_as_if_the_drafts_had_been_sampled(right:
     assert after == steps[right + 1]
 
 
+def test_drafts_without_logits_are_wrong() -> None:
+    """They come from prompts."""
+    penalties = SamplingParams(presence_penalty=1.0, repetition_penalty=1.5)
+    logits = random_logits(2)
+    got = sampler_of(penalties).sample(logits, [0, 0], [0, 1], drafts=[(), (V + 5,)])
+    assert got.tokens == sampler_of(penalties).sample(logits[:1], [0], [0]).tokens
+
+
 def test_a_row_behind_a_right_draft_counts_only_if_it_has_numbers() -> None:
     sampler = sampler_of(SamplingParams(), SamplingParams(presence_penalty=1.0))
     logits = random_logits(6)
