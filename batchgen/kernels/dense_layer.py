@@ -68,7 +68,7 @@ class LayerNorms(NamedTuple, Generic[T]):
 def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
     """Joins layers that read the same x into one, whose memory they then share.
 
-    Returns them unchanged if one does not fill its last panel, is in codes or has an adapter, or if one would be joined twice, because it stands in several
+    Returns them unchanged if one does not fill its last panel, is in codes, has an adapter or shares its weights, or if one would be joined twice, because it stands in several
     places.
     """
     panel = library().batchgen_linear_panel()
@@ -95,9 +95,10 @@ def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
 
 
 def _stays_apart(part: Linear) -> bool:
-    """Whether a layer's weights are codes, or a part of those of a joined layer, or have an adapter beside them."""
+    """Whether a layer's weights are codes, or also those of another layer, or a part of those of a joined one, or have an adapter beside them."""
     return (
         part.adapter is not None
+        or part.tied
         or part.weights is None
         or part.weights.untyped_storage().nbytes() > part.weights.nbytes
     )

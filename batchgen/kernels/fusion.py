@@ -5,6 +5,7 @@ A part is replaced only if its code is known (`recognition`) and the kernel give
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
@@ -37,6 +38,7 @@ from batchgen.kernels.replacing import (
     NEAR,
     AdaptedLinear,
     Packing,
+    adapter_of,
     agree,
     can_fuse,
     is_plain,
@@ -246,7 +248,7 @@ def as_linear(part: Any) -> torch.nn.Linear | None:
 
 
 _Tied = dict[int, tuple[torch.Tensor, KernelLinear]]
-"""The layers without bias and adapter that were made of weights which other modules share, by the weights' ids."""
+"""The layers without a bias that were made of weights which other modules share, by the weights' ids."""
 
 
 def _linear(part: Any, shared: Counter[int], packing: Packing, tied: _Tied) -> torch.nn.Module | None:
@@ -258,10 +260,10 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, tied: _Tied) -> t
     if is_tied and not packing.packs_tied:
         return None
     adapted = isinstance(part, AdaptedLinear)
-    alone = bias is None and not adapted
-    if alone and id(weight) in tied:
-        return tied[id(weight)][1]
-    fused = packing.pack([weight], [bias], layers=[part])
+    known = None if bias is not None or id(weight) not in tied else tied[id(weight)][1]
+    if known is not None and known.adapter is None and not adapted:
+        return known
+    fused = packing.pack([weight], [bias], layers=[part]) if known is None else _with_adapter(known, part)
     if isinstance(weight, PackedTensor):  # of a head, which is large when it is unpacked, some rows are enough
         few = weight[:COMPARED_ROWS]
         few_biases = None if bias is None else bias[:COMPARED_ROWS]
@@ -276,13 +278,21 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, tied: _Tied) -> t
     if not agrees:
         return None
     fused.tied = is_tied
-    if is_tied and alone:
+    if is_tied and bias is None:
         tied[id(weight)] = weight, fused
     codes = getattr(fused, "codes", None)
     if is_tied and codes is not None:  # the embedding takes its rows from the codes of the head
         weight.take_rows = partial(take_coded_rows, codes, weight.shape, weight.dtype)
         weight.parts = PartsInPanels(codes, len(weight))
     return fused
+
+
+def _with_adapter(known: KernelLinear, part: torch.nn.Linear) -> KernelLinear:
+    """Returns a layer with the same packed weights, and the adapter of another one that shares them, if it has one."""
+    made = copy.copy(known)
+    made._modules = {}  # those of the copy are the other's
+    made.adapter = adapter_of([part], 1)
+    return made
 
 
 class FusedPatches(torch.nn.Module):

@@ -10,7 +10,7 @@ from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.quantization import Int8Packing, quantize_linear
 from batchgen.model.adapter import prepare
 from batchgen.model.weights.int8 import quantize
-from support.fusing import with_adapters
+from support.fusing import adapted, with_adapters
 from support.models import build, engine_for, kernels, make_requests, run
 from support.params import in_turn, slow_but
 
@@ -205,12 +205,15 @@ def test_the_narrowed_from_skips_tokens_whose_logits_are_not_needed(kind, int8):
     assert torch.equal(some[~left_out], rows[~left_out])
 
 
-@pytest.mark.parametrize("shared", ["keys and values", "queries of two layers"])
+@pytest.mark.parametrize("shared", ["keys and values", "queries of two layers", "weights of two layers"])
 def test_a_linear_layer_that_is_used_twice_keeps_its_weights(monkeypatch, shared):
     module = build("llama", **SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4})
     first, second = (layer.self_attn for layer in module.model.layers)
     if shared == "keys and values":
         first.v_proj = first.k_proj
+    elif shared == "weights of two layers":
+        second.q_proj.weight = first.q_proj.weight
+        first.q_proj = adapted(first.q_proj)
     else:
         second.q_proj = first.q_proj
     expected = [x.clone() for x in (first.q_proj.weight, first.k_proj.weight)]

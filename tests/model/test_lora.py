@@ -95,6 +95,15 @@ def test_the_output_is_that_of_peft(kind, tmp_path):
     assert float((want - got).abs().max()) < 1e-5 * float(want.abs().max())
 
 
+@pytest.mark.parametrize("options", [{}, {"compile": "auto"}], ids=["plain", "kernels"])
+def test_layers_that_share_a_weight_have_adapters_of_their_own(options, tmp_path):
+    """In Zamba 2, layers share all weights of their attention."""
+    model = build("zamba2", tie_word_embeddings=True).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    adapted = add_to(model.float(), tmp_path, target_modules=["q_proj", "o_proj"])
+    assert tokens(load(tmp_path, **options)) == generate_all(adapted, PROMPTS, LENGTHS)
+
+
 def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model(tmp_path):
     adapted = write(text_model("gemma3"), tmp_path)
     expected = generate_all(adapted, PROMPTS, LENGTHS)

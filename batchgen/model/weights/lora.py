@@ -2,12 +2,13 @@
 
 Plain weights become those with the adapter. A linear layer that is packed (codes, or 16 bits of a model that is computed in float32) stays as it is,
 and the adapter's two matrices run beside it (`AdaptedLinear`): the sum would have to be unpacked. Most adapters of quantized models were trained
-so (QLoRA, https://arxiv.org/abs/2305.14314).
+so (QLoRA, https://arxiv.org/abs/2305.14314). So does one whose weight other layers share (Zamba), each of which has an adapter of its own.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -71,7 +72,9 @@ def add_adapter(
         if unpack_in(part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)):
             _untie(module, head)  # only now, because peft may give tied layers one adapter
         merged = adapted.merge_and_unload(safe_merge=True)
-    how = "runs beside the packed weights" if beside else "was merged into the weights"
+    packed = any(isinstance(part.weight, PackedTensor) for part in beside)
+    where = "packed weights" if packed else "weights that layers share"
+    how = f"runs beside the {where}" if beside else "was merged into the weights"
     return merged, f"the adapter {lora} {how}"
 
 
@@ -112,25 +115,28 @@ def _check_names(lora: str, folder: Path, adapted: Any, loaded: Any) -> None:
         )
 
 
-def _put_beside(module: torch.nn.Module, head: Any) -> int:
-    """Replaces peft's layers around packed linear layers, but for the head. Returns how many."""
-    count = 0
+def _put_beside(module: torch.nn.Module, head: Any) -> list[AdaptedLinear]:
+    """Replaces peft's layers around linear layers that stay as they are (`_runs_beside`). Returns what replaces them."""
+    made: list[AdaptedLinear] = []
+    shared = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
     for parent in list(module.modules()):
         for name, part in parent._modules.items():
-            if _runs_beside(part, head):
-                parent._modules[name] = _adapted(part)
-                count += 1
-    return count
+            if _runs_beside(part, head, shared):
+                made.append(_adapted(part))
+                parent._modules[name] = made[-1]
+    return made
 
 
-def _runs_beside(part: Any, head: Any) -> bool:
-    """Whether peft's layer adds two products to a packed linear layer, and nothing else (`lora_variant`)."""
+def _runs_beside(part: Any, head: Any, shared: Counter[int]) -> bool:
+    """Whether peft's layer adds two products, and nothing else (`lora_variant`), to a linear layer that is packed, or whose weight other layers have
+    too: the sum would be theirs. `shared`: how many modules have a weight, by its id."""
     from peft.tuners.lora import Linear
 
     if not isinstance(part, Linear) or "default" in part.lora_variant:
         return False
     base: Any = part.get_base_layer()
-    return type(base) is torch.nn.Linear and isinstance(base.weight, PackedTensor) and base is not head
+    beside = type(base) is torch.nn.Linear and base is not head
+    return beside and (isinstance(base.weight, PackedTensor) or shared[id(base.weight)] > 1)
 
 
 def _adapted(part: Any) -> AdaptedLinear:
