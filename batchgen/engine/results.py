@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -176,7 +176,9 @@ class ResultAssembler:
         """By row, for requests that run with fewer `max_tokens` than they have: the whole request, as which they go on in another window. It is `long` then."""
         self._waiting: dict[int, RequestState] = {}
         """Rows that are to go on."""
-        self._deadlines: deque[tuple[float, RequestState]] = deque()  # in order, because all rows have the same time
+        self._deadlines: OrderedDict[RequestState, float] = (
+            OrderedDict()
+        )  # in order, because all rows have the same time
         self._cancelled: deque[int] = deque()
         self.watched = False
         """Whether any row has an `on_token`."""
@@ -252,7 +254,7 @@ class ResultAssembler:
     @property
     def overdue(self) -> bool:
         """Whether the time of a row is up."""
-        return bool(self._deadlines) and self._deadlines[0][0] <= time.monotonic()
+        return bool(self._deadlines) and next(iter(self._deadlines.values())) <= time.monotonic()
 
     def end_cancelled(self) -> None:
         """Ends the rows that were cancelled."""
@@ -263,7 +265,7 @@ class ResultAssembler:
         """Ends the rows that were cancelled, and those whose time is up."""
         self.end_cancelled()
         while self.overdue:
-            self._end(self._deadlines.popleft()[1], "timeout")
+            self._end(self._deadlines.popitem(last=False)[0], "timeout")
 
     def fail_shown(self, error_of: Callable[[Sequence[Image]], RowError | None]) -> None:
         """Ends the rows that have an image that cannot be shown. `error_of`: `Vision.error_of`."""
@@ -307,7 +309,7 @@ class ResultAssembler:
         self._started[row.request.row] = row
         if self._timeout is not None and not row.began:
             row.began = True
-            self._deadlines.append((time.monotonic() + self._timeout, row))
+            self._deadlines[row] = time.monotonic() + self._timeout
 
     def _end(self, row: RequestState | None, reason: str) -> None:
         if row is None or self._rows.get(row.request.row) is not row:
@@ -352,6 +354,7 @@ class ResultAssembler:
     def _forget(self, row: RequestState) -> None:
         number = row.request.row
         del self._rows[number]
+        self._deadlines.pop(row, None)
         for of in (self._started, self._waiting, self.beyond):
             of.pop(number, None)
 

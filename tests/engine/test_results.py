@@ -1,7 +1,9 @@
 """Forks, cancellations, time-outs and callbacks: the result of a row whose leaves end in different ways."""
 
+import gc
 import math
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +78,17 @@ def test_a_row_has_its_time_from_its_start_and_keeps_what_it_has(engine_of, mode
     assert [(r.finish_reason, len(r.token_ids)) for r in results] == ends
     assert all(results[row].token_ids == want[row].token_ids[:10] for row in (0, 2))
     assert all(r.error_type is None for r in results)
+
+
+def test_a_row_that_is_done_is_forgotten_before_its_time_is_up(engine_of, model):
+    engine = engine_of(model, batch_size=2, row_timeout=3600)
+    requests = make_requests([[1], [2], [3], [4]], [3] * 4)
+    prompts = [weakref.ref(request.tokens) for request in requests]
+    engine.add(*planned(requests), lambda _: None)
+    engine.run()
+    del requests
+    gc.collect()
+    assert [ref() for ref in prompts] == [None] * 4
 
 
 @pytest.mark.parametrize(
