@@ -189,11 +189,7 @@ class RunningSet:
 
     def complete(self, node_span: PrefixNodeSpan) -> None:
         """Lets the children of a node start when the node has been computed."""
-        w, n = self.window_of(node_span), node_span.node.index
-        self.queue.complete(w, n)
-        if not w.is_needed(n):
-            self.block_manager.retire(node_span)
-            w.close_node(n)
+        self.queue.complete(self.window_of(node_span), node_span.node.index)
 
     def drop_node(self, node_span: PrefixNodeSpan) -> None:
         """Gives up a node that is still being computed; its children wait for it to start again."""
