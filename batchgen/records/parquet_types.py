@@ -191,7 +191,7 @@ def _kind_name(value: Any) -> str:
         return "int" if abs(value) <= 2**53 else "long" if -(2**63) <= value < 2**63 else "json"
     if isinstance(value, float):
         return "float"
-    return "list" if isinstance(value, list) else "object"
+    return "list" if isinstance(value, list | tuple) else "object"  # an entry of Arrow's maps is a tuple
 
 
 def safe_limit(type: pa.DataType, wider: pa.DataType) -> int | None:

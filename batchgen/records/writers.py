@@ -281,12 +281,13 @@ class ParquetWriter:
         places, self._places = self._places, []
         self._bytes = self._logprobs = 0
         chunks: list[list[pa.Array]] = [[] for _ in self._carried]
-        for _, run in groupby(places, key=lambda place: id(place[0])):
-            same = list(run)
-            columns = _columns_of(same[0][0], [index for _, index in same])
+        # Neighbours of one batch are a part of it. Arrow cannot take any rows of all types.
+        for _, run in groupby(enumerate(places), key=lambda item: (id(item[1][0]), item[1][1] - item[0])):
+            _, same = zip(*run, strict=True)
+            columns = _columns_of(*same[0], len(same))
             for (name, field), arrays in zip(self._carried, chunks, strict=True):
                 column = columns.get(name)
-                arrays.append(pa.nulls(len(same), field.type) if column is None else _fitted(column, field.type))
+                arrays.append(_nulls(len(same), field.type) if column is None else _fitted(column, field.type))
         carried = {
             field.name: pa.chunked_array(arrays, field.type)
             for (_, field), arrays in zip(self._carried, chunks, strict=True)
@@ -480,8 +481,20 @@ class _ParquetFile:
         if not rows:
             return
         arrays = [carried[f.name] if f.name in carried else result_array(rows, f) for f in self._schema]
-        table = pa.Table.from_arrays(arrays, schema=self._schema)
-        self._parquet.write_table(table.unify_dictionaries(), row_group_size=len(rows))
+        self._write_group(pa.Table.from_arrays(arrays, schema=self._schema))
+
+    def _write_group(self, table: pa.Table) -> None:
+        """Writes a row group; several if the values of the input's dictionaries together are more than the numbers of a column's type."""
+        try:
+            group = table.unify_dictionaries()
+        except pa.ArrowInvalid:
+            half = table.num_rows // 2
+            if not half:
+                raise
+            self._write_group(table.slice(0, half))
+            self._write_group(table.slice(half))
+        else:
+            self._parquet.write_table(group, row_group_size=group.num_rows)
 
     def close(self) -> None:
         self._parquet.close()
@@ -525,14 +538,19 @@ def _clean(value: Any) -> Any:
     return tuple(map(_clean, value)) if isinstance(value, tuple) else value
 
 
-def _columns_of(batch: pa.RecordBatch | None, indices: Sequence[int]) -> dict[str, pa.Array]:
+def _columns_of(batch: pa.RecordBatch | None, first: int, count: int) -> dict[str, pa.Array]:
     """The columns of some rows of a batch, by name. A malformed row has no batch and no columns."""
     if batch is None:
         return {}
-    first, count = indices[0], len(indices)
-    neighbours = list(indices) == list(range(first, first + count))
-    rows = batch.slice(first, count) if neighbours else batch.take(pa.array(indices))
+    rows = batch.slice(first, count)
     return dict(zip(rows.schema.names, rows.columns, strict=True))
+
+
+def _nulls(count: int, type: pa.DataType) -> pa.Array:
+    try:
+        return pa.array([None] * count, type)  # `pa.nulls` has nulls in fields of a struct that allow none, too
+    except pa.ArrowNotImplementedError:  # for an extension type in another one
+        return pa.nulls(count, type)
 
 
 def _fitted(column: pa.Array, type: pa.DataType) -> pa.Array:
@@ -549,7 +567,7 @@ def _cast_one(value: pa.Array, type: pa.DataType) -> pa.Array:
     try:
         return value.cast(type)
     except pa.ArrowException:
-        return pa.nulls(1, type)
+        return _nulls(1, type)
 
 
 def _bytes_of(value: Any) -> int:
@@ -564,7 +582,8 @@ def _bytes_of(value: Any) -> int:
 def _logprob_count(row: dict[str, Any]) -> int:
     """Number of log-probabilities in a row. With many alternatives per token, they take most of its memory."""
     of_choices = (token for choice in row.get("choices") or () for token in choice["logprobs"] or ())
-    return sum(1 + len(token["top"]) for token in of_choices) + len(row.get("prompt_logprobs") or ())
+    of_prompt = row.get("prompt_logprobs")  # may be a column of the input, such as vLLM's parameter of this name
+    return sum(1 + len(token["top"]) for token in of_choices) + (len(of_prompt) if isinstance(of_prompt, list) else 0)
 
 
 def _id_type(types: Sequence[pa.DataType]) -> pa.DataType:

@@ -20,7 +20,7 @@ from batchgen.records.output import RESULT_NAMES
 from batchgen.records.parquet_types import MAX_FIELDS, ColumnType
 from batchgen.result import Result
 from support.params import examples
-from support.records import columns, write_output
+from support.records import columns, opened, parquet_bytes, with_results, write_output
 
 RESULT = {"text": "t", "finish_reason": "stop", "usage": {"prompt_tokens": 1, "completion_tokens": 2}, "error": None}
 FAILED = RESULT | {"text": None, "finish_reason": "error", "error": {"type": "invalid_row", "message": "m"}}
@@ -233,3 +233,47 @@ def test_nan_stays_nan_beside_values_that_json_has_not(tmp_path):
     table = pq.read_table(write(tmp_path, "o.parquet", rows))
     assert [str(x) for x in table["x"].to_pylist()] == ["nan", "inf"]
     assert table["day"].to_pylist() == ["2026-01-02", None]
+
+
+def test_a_column_called_prompt_logprobs_is_carried_to_parquet(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "prompt_logprobs": 1}\n', encoding="utf-8")  # vLLM's parameter
+    path = write_output(tmp_path / "o.parquet", with_results(opened(tmp_path / "a.jsonl")))
+    assert pq.read_table(path)["prompt_logprobs"].to_pylist() == [1]
+
+
+def from_parquet(folder: Path, *tables: pa.Table, reverse: bool = False) -> pa.Table:
+    """The output of rows of Parquet files with these tables."""
+    names = [folder / f"{number}.parquet" for number in range(len(tables))]
+    for name, table in zip(names, tables, strict=True):
+        name.write_bytes(parquet_bytes(table))
+    source = opened(*names)
+    rows = with_results(source)[:: -1 if reverse else 1]
+    return pq.read_table(write_output(folder / "o.parquet", rows, schema=source.schema, in_order=not reverse))
+
+
+def test_maps_of_files_whose_types_do_not_fit_together_are_lists_in_parquet(tmp_path):
+    maps = pa.array([[("k", "v")]], pa.map_(pa.string(), pa.string()))
+    table = from_parquet(tmp_path, pa.table({"m": maps, "x": [1]}), pa.table({"m": maps, "x": ["one"]}))
+    assert table["m"].to_pylist() == [[["k", "v"]]] * 2
+
+
+def test_a_struct_with_fields_that_are_never_null_may_be_missing_in_a_row(tmp_path):
+    required = pa.struct([pa.field("x", pa.int64(), nullable=False)])
+    table = from_parquet(tmp_path, pa.table({"s": pa.array([{"x": 1}], required)}), pa.table({"n": [1]}))
+    assert table["s"].type == required
+    assert table["s"].to_pylist() == [{"x": 1}, None]
+
+
+def test_rows_of_any_type_can_be_written_in_another_order(tmp_path):
+    texts = pa.array(["a", "b", "c"], pa.string_view())  # of which Arrow cannot take some
+    table = from_parquet(tmp_path, pa.table({"t": texts}), reverse=True)
+    assert table["t"].type == pa.string_view()
+    assert table["t"].to_pylist() == ["c", "b", "a"]
+
+
+def test_dictionaries_of_several_files_may_have_more_values_than_their_type_has_numbers(tmp_path):
+    texts = [[f"{name}{i}" for i in range(100)] for name in "ab"]
+    small = pa.dictionary(pa.int8(), pa.string())
+    table = from_parquet(tmp_path, *(pa.table({"d": pa.array(one, small)}) for one in texts))
+    assert table["d"].type == small
+    assert table["d"].to_pylist() == [*texts[0], *texts[1]]
