@@ -21,6 +21,7 @@ from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.prompts import PromptBuilder
 from batchgen.records import Row
 from batchgen.result import Result
+from support.records import parquet_bytes
 
 A, B, C = (letter.encode() * 16 for letter in "abc")
 PROMPTS = [f"p{i}" for i in range(6)]
@@ -40,10 +41,11 @@ VALUES = [
 
 
 def test_rows_with_other_columns_or_other_settings_have_other_digests(results):
-    digests = [results.memory_of_rows(settings).digest(columns) for settings in (b"one", b"two") for columns in VALUES]
-    assert len({*digests}) == 2 * len(VALUES)
-    assert [results.memory_of_rows(b"one").digest(deepcopy(columns)) for columns in VALUES] == digests[: len(VALUES)]
-    assert results.memory_of_rows(b"one").digest({"a": lambda: 1}) is None
+    one, two = map(results.memory_of_rows, (b"one", b"two"))
+    digests = [m.digest(columns, typed=typed) for m in (one, two) for typed in (False, True) for columns in VALUES]
+    assert len({*digests}) == 4 * len(VALUES)
+    assert [one.digest(deepcopy(columns), typed=False) for columns in VALUES] == digests[: len(VALUES)]
+    assert one.digest({"a": lambda: 1}, typed=False) is None
 
 
 def test_damaged_entries_are_not_used(results, tmp_path):
@@ -136,6 +138,14 @@ def test_rows_are_rendered_again_with_other_settings(runs, built):
     longer = SamplingParams(max_tokens=8)
     assert runs.run(PROMPTS, sampling=longer, retry=("length",))[0] == ["p1"]
     assert built[-1] == PROMPTS
+
+
+def test_a_row_of_json_lines_is_another_one_in_a_table_with_types(runs):
+    """A table has a null for each key that only other rows have, so nulls of its schemas are dropped."""
+    rows = [{"prompt": "p", "sampling_params": {"json_schema": {"type": "string", "default": None}}}]
+    assert runs.run(rows)[0] == ["p"]
+    (runs.folder / "in.parquet").write_bytes(parquet_bytes(rows))
+    assert runs.run(None, inputs=str(runs.folder / "in.parquet"), prune=True)[0] == ["p"]
 
 
 def test_a_known_row_that_fails_this_time_fails_with_its_equals(runs, built, monkeypatch):

@@ -43,13 +43,14 @@ class RowMemory:
         self._empty = not self._count
         self._new: list[tuple[bytes, KnownRequest]] = []
 
-    def digest(self, columns: Mapping[str, Any]) -> bytes | None:
-        """Returns the digest (16 bytes) of a row; None for a row that has something which cannot be digested."""
+    def digest(self, columns: Mapping[str, Any], *, typed: bool) -> bytes | None:
+        """Returns the digest (16 bytes) of a row; None for a row that has something which cannot be digested. `typed`: `Row.typed`."""
+        row = dict(columns), typed
         try:
-            data = marshal.dumps(dict(columns), 2)  # a version that writes equal values equally
+            data = marshal.dumps(row, 2)  # a version that writes equal values equally
         except ValueError:
             try:
-                data = pickle.dumps(dict(columns), 5)
+                data = pickle.dumps(row, 5)
             except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
                 return None
         return hashlib.blake2b(data, digest_size=16, key=self._settings).digest()

@@ -104,7 +104,7 @@ class RequestReader:
         memory = self._job.row_memory
         if memory is None:
             return [None] * len(rows)
-        digests = [None if row.error is not None else memory.digest(row.columns) for row in rows]
+        digests = [None if row.error is not None else memory.digest(row.columns, typed=row.typed) for row in rows]
         known = memory.find([digest for digest in digests if digest is not None])
         new = ((row, digest) for row, digest in zip(rows, digests, strict=True) if digest not in known)
         self._digests.update((row.number, digest) for row, digest in new if digest is not None)
