@@ -155,15 +155,29 @@ class Opening:
     def compare(self) -> None:
         """Drops all results if there is no job to continue. Raises `UsageError` if this command must not continue the job, `OutputLocked`."""
         check_no_shard_runs(self.folder, self.spec.output, self.notes.append)
-        old = None if self.spec.overwrite else load_manifest(self.folder / "manifest.json")
-        self.old = old
-        if old is None:
+        old = self._earlier_manifest()
+        is_others = old is not None and self.spec.work_dir is not None and old.output != self.manifest.output
+        if old is not None and is_others and not self._holds_nothing(old):
+            raise UsageError(
+                f"{self.folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
+            )
+        if old is None or self.spec.overwrite:
             self._check_nothing_lost()
             self._start_again()
             return
+        self.old = old
         if not self._holds_nothing(old):
             self._compare_settings(old)
         self._take_up(old)
+
+    def _earlier_manifest(self) -> Manifest | None:
+        """Returns the manifest of the run before. Raises `UsageError` if it is damaged, unless the job starts again anyway."""
+        try:
+            return load_manifest(self.folder / "manifest.json")
+        except UsageError:
+            if not self.spec.overwrite:
+                raise
+            return None
 
     def _check_nothing_lost(self) -> None:
         """Raises `UsageError` if there are results whose settings are not known."""
@@ -194,10 +208,6 @@ class Opening:
 
     def _compare_settings(self, old: Manifest) -> None:
         manifest, output = self.manifest, self.spec.output
-        if self.spec.work_dir is not None and old.output != manifest.output:
-            raise UsageError(
-                f"{self.folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
-            )
         settings, self.limit_raised, said = continued_settings(
             old.settings, manifest.settings, manifest.request["retry"]
         )

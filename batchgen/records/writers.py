@@ -283,7 +283,7 @@ class ParquetWriter:
         chunks: list[list[pa.Array]] = [[] for _ in self._carried]
         # Neighbours of one batch are a part of it. Arrow cannot take any rows of all types.
         for _, run in groupby(enumerate(places), key=lambda item: (id(item[1][0]), item[1][1] - item[0])):
-            _, same = zip(*run, strict=True)
+            same = [place for _, place in run]
             columns = _columns_of(*same[0], len(same))
             for (name, field), arrays in zip(self._carried, chunks, strict=True):
                 column = columns.get(name)

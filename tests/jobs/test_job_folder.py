@@ -179,11 +179,15 @@ def test_the_work_dir_holds_the_folder_of_one_output(runs):
     assert runs.run(["a"], work_dir="work")[1].already_finished
     Path("elsewhere").mkdir()
     runs.output = "elsewhere/o.jsonl"
-    with pytest.raises(UsageError) as caught:
-        runs.run(["a"], work_dir="work")
-    assert str(caught.value) == (
-        f"work/o.jsonl.job is the job folder of {Path('o.jsonl').absolute()}; use another --work-dir, or another -o"
-    )
+    for overwrite in (False, True):
+        with pytest.raises(UsageError) as caught:
+            runs.run(["a"], work_dir="work", overwrite=overwrite)
+        assert str(caught.value) == (
+            f"work/o.jsonl.job is the job folder of {Path('o.jsonl').absolute()}; use another --work-dir, or another -o"
+        )
+    runs.output = "o.jsonl"
+    Path("work/o.jsonl.job/manifest.json").write_text("damaged", encoding="utf-8")
+    assert runs.run(["b"], work_dir="work", overwrite=True)[0] == ["b"]
 
 
 def test_the_output_and_its_folder_can_be_moved_together(runs):
