@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
+from decimal import Decimal
 from functools import cache
 from numbers import Integral, Real
 from os import PathLike, fspath
@@ -116,12 +117,13 @@ def _whole_number(value: Any) -> Any:
         return _UNFIT
     if isinstance(value, Integral):
         return int(value)
-    # A table's integer column that has nulls arrives as floats.
-    return int(value) if isinstance(value, float) and value.is_integer() else _UNFIT
+    # pandas makes floats of a column with nulls, and a database may export all numbers as decimals.
+    whole = isinstance(value, float | Decimal) and math.isfinite(value) and int(value) == value
+    return int(value) if whole else _UNFIT
 
 
 def _number(value: Any) -> Any:
-    return _UNFIT if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    return _UNFIT if isinstance(value, bool) or not isinstance(value, Real | Decimal) else float(value)
 
 
 def _text(value: Any) -> Any:

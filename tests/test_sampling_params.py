@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,7 @@ def test_a_value_out_of_range_is_refused_by_name(values, message):
         ({"json_schema": {}}, {"json_schema": "{}"}),
         ({"max_tokens": np.int64(3), "temperature": np.float32(0.5)}, {"max_tokens": 3, "temperature": 0.5}),
         ({"max_tokens": 3.0, "temperature": 1}, {"max_tokens": 3, "temperature": 1.0}),
+        ({"max_tokens": Decimal(3), "temperature": Decimal("0.50")}, {"max_tokens": 3, "temperature": 0.5}),
         ({"top_k": -1}, {"top_k": 0}),
     ],
 )  # fmt: skip
