@@ -7,8 +7,9 @@ another number of fields, broken quoting, invalid UTF-8, or a line or field long
 raises `csv.Error`.
 
 Parquet is read in small record batches, one row group at a time. Values are those of Arrow's `to_pylist`; a repeated column becomes
-`name_2`. A time that Python cannot hold (nanoseconds) becomes its ISO text, a time beyond the calendar its number. A string that is not
-UTF-8 makes its row malformed. A row also knows its record batch, so that its columns can be written again without a conversion.
+`name_2`. A time that Python cannot hold (nanoseconds) becomes its ISO text, a time beyond the calendar its number, and a time in a zone
+that this machine does not know is in UTC. A string that is not UTF-8 makes its row malformed. A row also knows its record batch, so
+that its columns can be written again without a conversion.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import io
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from typing import Any, BinaryIO
 
@@ -35,6 +36,7 @@ PARQUET_BATCH = 256
 _ENDS = ("\n", "\r")
 _OFFSET = re.compile(r"([+-]\d\d)(\d\d)$")
 """The offset at the end of a time that Arrow writes, which lacks the colon of ISO 8601."""
+_UTC = "+00:00"
 _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
@@ -334,11 +336,23 @@ def _python(scalar: pa.Scalar) -> Any:
             return [_python(value) for value in scalar.values]
         if pa.types.is_dictionary(scalar.type) or isinstance(scalar.type, pa.BaseExtensionType):
             return _python(scalar.value)
+        if pa.types.is_timestamp(scalar.type) and not _is_known(scalar.type.tz):
+            return _python(scalar.cast(pa.timestamp(scalar.type.unit, _UTC)))
         if not pa.types.is_duration(scalar.type):
             text = _OFFSET.sub(r"\1:\2", scalar.cast(pa.string()).as_py().replace(" ", "T"))
             if not _beyond(scalar):
                 return text
         return str(scalar.value)  # beyond the calendar: the number that the column holds
+
+
+@cache
+def _is_known(zone: str | None) -> bool:
+    """Whether Python and Arrow know a time zone. A machine without tzdata knows not even UTC by its name."""
+    try:
+        midnight = pa.scalar(0, pa.timestamp("s", zone))
+        return bool(midnight.as_py() and midnight.cast(pa.string()))
+    except (ValueError, pa.ArrowException):
+        return False
 
 
 def _beyond(scalar: pa.Scalar) -> bool:

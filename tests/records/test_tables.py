@@ -63,6 +63,20 @@ def test_parquet_times_that_python_cannot_hold_become_text():
     assert second["deep"] == [{"t": None}]
 
 
+def test_parquet_times_in_a_zone_that_the_machine_does_not_know_are_in_utc():
+    table = pa.table(
+        {
+            "t": pa.array([1_000_000], pa.timestamp("us", "Nowhere/Unknown")),
+            "deep": pa.array([[{"t": 1}]], pa.list_(pa.struct([("t", pa.timestamp("ns", "Nowhere/Unknown"))]))),
+        }
+    )
+    ((_, columns, _),) = read_parquet(io.BytesIO(parquet_bytes(table)))
+    assert columns == {
+        "t": dt.datetime(1970, 1, 1, 0, 0, 1, tzinfo=dt.UTC),
+        "deep": [{"t": "1970-01-01T00:00:00.000000001+00:00"}],
+    }
+
+
 def test_parquet_text_that_is_not_utf8_fails_only_its_row():
     bad = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"\xff\xfeok"))
     rows = [
