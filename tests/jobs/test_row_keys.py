@@ -82,6 +82,27 @@ def test_rows_of_a_finished_job_keep_their_results_when_they_get_ids(
         assert results.compared() == compared
 
 
+def test_rows_that_got_ids_are_still_those_of_the_output_after_a_killed_run(runs: Runs) -> None:
+    runs.engine = Sampling
+    rows = [{"prompt": f"p{i}"} for i in range(10)]
+    runs.run(rows, sampling=SAMPLED)
+    before = runs.texts()
+    rows = [{**row, "id": f"r{i}"} for i, row in enumerate(rows)]
+    assert runs.run([*rows, {"prompt": "new", "id": "n"}], sampling=SAMPLED, most=0)[1] is None
+    assert len(runs.run([*rows, {"prompt": "new", "id": "n"}], sampling=SAMPLED)[0]) == 1
+    assert runs.texts()[:10] == before
+
+
+def test_a_row_with_an_id_does_not_take_the_result_of_one_without_before_there_is_an_output(runs: Runs) -> None:
+    runs.engine = Sampling
+    rows = [{"prompt": "a", "id": "A"}, {"prompt": "a"}]
+    assert runs.run([rows[1], "b"], sampling=SAMPLED, most=1) == (["a"], None)
+    runs.run(rows, sampling=SAMPLED)
+    after = runs.texts()
+    runs.run(rows, sampling=SAMPLED, overwrite=True)
+    assert after == runs.texts()
+
+
 @pytest.mark.parametrize(
     "damage",
     [

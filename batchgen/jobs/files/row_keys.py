@@ -87,7 +87,7 @@ class RowKeys:
         for digest, base, differs in zip(digests, bases, sampled, strict=True):
             if base != digest:
                 count = counts[digest]
-                if self._kept and base not in finished and not counts[base].seen:
+                if finished is not None and base not in finished and not counts[base].seen:
                     self._take_over(row_key(digest, count.seen + count.others), base)
                 count.others += 1
             number = counts[base].seen
@@ -119,17 +119,20 @@ class RowKeys:
         with transaction(self._db):
             self._db.executemany("INSERT OR REPLACE INTO run.counts VALUES (?, ?, ?)", entries)
 
-    def _finished(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Returns those of `keys` that have a result."""
-        query = "SELECT key FROM results WHERE key IN"
-        return {key for (key,) in select_in(self._db, query, keys)} if self._kept else set()
+    def _finished(self, keys: Sequence[bytes]) -> set[bytes] | None:
+        """Returns those of `keys` that rows of the finished output have; None if there is no such output."""
+        if not self._kept or self._db.execute("SELECT EXISTS(SELECT 1 FROM run.finished)").fetchone() == (0,):
+            return None
+        return {key for (key,) in select_in(self._db, "SELECT key FROM run.finished WHERE key IN", keys)}
 
     def _take_over(self, old: bytes, key: bytes) -> None:
-        """Gives a row the result that it has under an earlier key, if there is one."""
-        for (value,) in self._db.execute("SELECT value FROM results WHERE key = ?", (old,)).fetchall():
-            entry = key, zlib.crc32(key + value), old
-            self._db.execute("UPDATE results SET key = ?, checksum = ? WHERE key = ?", entry)
-            self._db.execute("UPDATE OR IGNORE run.finished SET key = ? WHERE key = ?", (key, old))
+        """Gives a row the place in the finished output that it has under an earlier key, if there is one, and the result, unless it has that since a run
+        that was killed.
+        """
+        if self._db.execute("UPDATE OR IGNORE run.finished SET key = ? WHERE key = ?", (key, old)).rowcount:
+            for (value,) in self._db.execute("SELECT value FROM results WHERE key = ?", (old,)).fetchall():
+                entry = key, zlib.crc32(key + value), old
+                self._db.execute("UPDATE OR IGNORE results SET key = ?, checksum = ? WHERE key = ?", entry)
 
 
 def _attach_known(db: sqlite3.Connection, folder: Path) -> None:
