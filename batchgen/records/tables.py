@@ -33,6 +33,7 @@ from batchgen.stats import counted
 
 PARQUET_BATCH = 256
 """Number of rows that are made Python objects at a time. A row can be a long document."""
+_LARGE_DICTIONARY = 1 << 20  # bytes
 _ENDS = ("\n", "\r")
 _OFFSET = re.compile(r"([+-]\d\d)(\d\d)$")
 """The offset at the end of a time that Arrow writes, which lacks the colon of ISO 8601."""
@@ -264,12 +265,32 @@ def read_parquet(
         for read in file.iter_batches(
             _batch_rows(group, batch_rows, batch_bytes), row_groups=[place], use_threads=False
         ):
-            batch = pa.RecordBatch.from_arrays(read.columns, names=names) if names else read
+            batch = (
+                pa.RecordBatch.from_arrays(list(map(_with_own_values, read.columns)), names=names) if names else read
+            )
+            size = sum(map(_size, batch.columns)) // max(1, batch.num_rows)
             for columns in batch_columns(batch):
-                yield f":row {number}", columns, batch.nbytes // max(1, batch.num_rows)
+                yield f":row {number}", columns, size
                 number += 1
         if number != end:  # Arrow reports nothing if a column ends early
             raise pa.ArrowInvalid(f"row group {place} has {group.num_rows + number - end} of {group.num_rows} rows")
+
+
+def _with_own_values(column: pa.Array) -> pa.Array:
+    """Returns the column; with its own values alone if it has a large dictionary without an order, which all batches of a row group have, and which
+    would be written again with each row group.
+    """
+    kind = column.type
+    if not pa.types.is_dictionary(kind) or kind.ordered or column.dictionary.nbytes <= _LARGE_DICTIONARY:
+        return column
+    own = column.dictionary_decode().dictionary_encode()
+    return pa.DictionaryArray.from_arrays(own.indices.cast(kind.index_type), own.dictionary)
+
+
+def _size(column: pa.Array) -> int:
+    """Returns the bytes of a column's values."""
+    values = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    return int(values.nbytes)
 
 
 def batch_columns(batch: pa.RecordBatch) -> Generator[ArrowColumns | str, None, None]:

@@ -4,6 +4,7 @@ import datetime as dt
 import io
 
 import pyarrow as pa
+import pytest
 
 from batchgen.records.tables import header_hint, read_csv, read_parquet
 from support.records import parquet_bytes
@@ -75,6 +76,19 @@ def test_parquet_times_in_a_zone_that_the_machine_does_not_know_are_in_utc():
         "t": dt.datetime(1970, 1, 1, 0, 0, 1, tzinfo=dt.UTC),
         "deep": [{"t": "1970-01-01T00:00:00.000000001+00:00"}],
     }
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_large_dictionary_is_neither_counted_nor_held_with_every_row(ordered):
+    texts = [f"{i:04}" * 500 for i in range(1000)]
+    codes = pa.array(range(0, 1000, 2), pa.int16())
+    column = pa.DictionaryArray.from_arrays(codes, pa.array(texts), ordered=ordered)
+    rows = [*read_parquet(io.BytesIO(parquet_bytes(pa.table({"t": column}))), batch_rows=100)]
+    assert [columns["t"] for _, columns, _ in rows] == texts[::2]
+    assert {size for *_, size in rows} == {2004}  # and four bytes for its end
+    batches = [columns.batch["t"] for _, columns, _ in rows]
+    assert {batch.type for batch in batches} == {column.type}
+    assert {len(batch.dictionary) for batch in batches} == {1000 if ordered else 100}
 
 
 def test_parquet_text_that_is_not_utf8_fails_only_its_row():
