@@ -129,8 +129,9 @@ def test_windows_follow_each_other_in_order_and_hold_every_request_once(
         assert [[r.row for r in w] for w in later.windows()] == [[r.row for r in w] for w in made.windows()]
 
 
-def test_a_reading_is_not_used_with_options_that_give_rows_other_keys():
+def test_a_reading_is_not_used_with_options_that_give_other_rows_or_keys():
     config = JobConfig(inputs=("a.jsonl",), model="m")
-    others = [replace(config, id_column="name"), replace(config, output_format="openai"), replace(config, limit=3)]
+    changes = {"id_column": "name", "output_format": "openai", "limit": 3, "input_format": "csv"}
+    others = [replace(config, **{name: value}) for name, value in changes.items()]
     asked = [json_digest(asked_of(each, [])) for each in (config, *others)]
     assert len(set(asked)) == len(asked)

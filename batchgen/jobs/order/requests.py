@@ -230,6 +230,7 @@ def asked_of(config: JobConfig, inputs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "form": _READING_FORM,
         "inputs": inputs,
+        "input_format": config.input_format,
         "limit": config.limit,
         "id_column": config.id_column,
         "output_format": config.output_format,
