@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +87,8 @@ def _with_values(given: Mapping[str, Any]) -> dict[str, Any]:
 def without_nulls(value: Any) -> Any:
     """Returns the value without null fields, at any depth. A map of Arrow, which is a list of pairs, becomes an object."""
     if isinstance(value, list) and value and all(isinstance(pair, tuple) for pair in value):
-        value = dict(value)
+        with suppress(TypeError):  # a key that is an object or a list
+            value = dict(value)
     if isinstance(value, Mapping):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

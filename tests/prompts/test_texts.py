@@ -206,6 +206,12 @@ def test_messages_that_are_maps_of_arrow_are_objects(tools):
     assert tools.text_of(tools.builder(**ML).build([row])[0]) == U + OPEN + "b"
 
 
+def test_a_map_whose_keys_are_objects_fails_its_row_alone(tools):
+    row = Row(0, {"messages": [({"a": 1}, "b")]}, None, "", typed=True)
+    (result,) = tools.builder(**ML).build([row])
+    assert result.error_message == "messages[0] must be an object with role and content, not a list"
+
+
 NEUTRAL = {"n": 1, "logprobs": False, "top_logprobs": 0, "stream": False, "tools": None, "logit_bias": {}, "best_of": 1}
 OF_VLLM = {
     "top_k": -1, "min_tokens": 0, "skip_special_tokens": True, "include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0,
