@@ -125,6 +125,7 @@ class JobFolder(HeldResults):
         if self._manifest.keys:
             self.kept_rows = (self.folder / "keys").stat().st_size // KEY_BYTES
             self.know_finished(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
+            self.know_taken()
             if old is not None and old.state == "finished":
                 held = results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
                 self.add_missing(() if old.request["openai"] else held)

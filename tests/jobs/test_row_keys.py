@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen import SamplingParams
+from batchgen.config import InputLimits
 from batchgen.errors import UsageError
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.files.row_keys import KNOWN_FILE, RowKeys
@@ -82,14 +83,16 @@ def test_rows_of_a_finished_job_keep_their_results_when_they_get_ids(
         assert results.compared() == compared
 
 
-def test_rows_that_got_ids_are_still_those_of_the_output_after_a_killed_run(runs: Runs) -> None:
+@pytest.mark.parametrize("run_rows", [1, 100], ids=["the reading is stored", "it is made again"])
+def test_rows_that_got_ids_are_still_those_of_the_output_after_a_killed_run(runs: Runs, run_rows: int) -> None:
     runs.engine = Sampling
     rows = [{"prompt": f"p{i}"} for i in range(10)]
     runs.run(rows, sampling=SAMPLED)
     before = runs.texts()
-    rows = [{**row, "id": f"r{i}"} for i, row in enumerate(rows)]
-    assert runs.run([*rows, {"prompt": "new", "id": "n"}], sampling=SAMPLED, most=0)[1] is None
-    assert len(runs.run([*rows, {"prompt": "new", "id": "n"}], sampling=SAMPLED)[0]) == 1
+    new = [*({**row, "id": f"r{i}"} for i, row in enumerate(rows)), *({"prompt": "new", "id": i} for i in range(2))]
+    options = {"sampling": SAMPLED, "limits": InputLimits(run_rows=run_rows)}
+    assert runs.run(new, most=0, **options)[1] is None
+    assert runs.run(new, **options)[0] == ["new"] * 2
     assert runs.texts()[:10] == before
 
 

@@ -6,6 +6,7 @@
     under_way  what there is of completions that are not finished, by the key of their row: each entry continues the one before it
     rows       the rows of this run's output: the key of each, or the result of a row that never became a request
     equal      how many rows wait for the result of an equal row, by key
+    taken      the keys under which rows of the finished output that got ids have taken over their results (`row_keys`), by those that they had
     facts      single values: the progress of the run, and what the first reading of the input has read
 
 The database is in WAL mode. Results are committed about four times a second (`job.KEEP_SECONDS`), together with the rows under way: a killed
@@ -58,6 +59,7 @@ CREATE TABLE IF NOT EXISTS under_way (
     PRIMARY KEY (key, number, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rows (number INTEGER PRIMARY KEY, key BLOB, value BLOB, checksum INTEGER);
 CREATE TABLE IF NOT EXISTS equal (key BLOB PRIMARY KEY, rows INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS taken (old BLOB PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB, checksum INTEGER);
 """
 
@@ -408,6 +410,11 @@ class Results:
             statement = "INSERT INTO run.finished VALUES (?, 1, 0) ON CONFLICT (key) DO UPDATE SET rows = rows + 1"
             self._db.executemany(statement, ((key,) for key in keys))
 
+    def know_taken(self) -> None:
+        """Gives rows of the existing output the keys under which a run that was killed has taken over their results."""
+        key = "(SELECT key FROM taken WHERE old = finished.key)"
+        self._db.execute(f"UPDATE OR IGNORE run.finished SET key = {key} WHERE key IN (SELECT old FROM taken)")
+
     def rows_of_output(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Returns how many rows of the existing output have each of these keys, without keys that none has."""
         return dict(select_in(self._db, "SELECT key, rows FROM run.finished WHERE key IN", keys))
@@ -451,7 +458,7 @@ class Results:
                 return False
             with transaction(self._db):
                 self._db.execute(f"DELETE FROM results WHERE {held}")
-                for table in ("forgotten", "under_way", "rows", "equal", "facts"):
+                for table in ("forgotten", "under_way", "rows", "equal", "taken", "facts"):
                     self._db.execute(f"DELETE FROM {table}")
             self._db.execute("VACUUM main")
         except sqlite3.OperationalError as e:

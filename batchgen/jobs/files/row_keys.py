@@ -126,13 +126,13 @@ class RowKeys:
         return {key for (key,) in select_in(self._db, "SELECT key FROM run.finished WHERE key IN", keys)}
 
     def _take_over(self, old: bytes, key: bytes) -> None:
-        """Gives a row the place in the finished output that it has under an earlier key, if there is one, and the result, unless it has that since a run
-        that was killed.
-        """
+        """Gives a row the place in the finished output and the result that it has under an earlier key, if there is one."""
         if self._db.execute("UPDATE OR IGNORE run.finished SET key = ? WHERE key = ?", (key, old)).rowcount:
             for (value,) in self._db.execute("SELECT value FROM results WHERE key = ?", (old,)).fetchall():
-                entry = key, zlib.crc32(key + value), old
-                self._db.execute("UPDATE OR IGNORE results SET key = ?, checksum = ? WHERE key = ?", entry)
+                with transaction(self._db):
+                    entry = key, zlib.crc32(key + value), old
+                    self._db.execute("UPDATE OR IGNORE results SET key = ?, checksum = ? WHERE key = ?", entry)
+                    self._db.execute("INSERT OR REPLACE INTO taken VALUES (?, ?)", (old, key))
 
 
 def _attach_known(db: sqlite3.Connection, folder: Path) -> None:
