@@ -49,6 +49,10 @@ def test_threads_are_split_evenly_and_each_process_has_one(monkeypatch, total, p
     assert threads == shares
 
 
+def test_an_actor_of_a_cluster_has_its_own_threads_whatever_its_number():
+    assert [devices.num_threads(EngineConfig(threads=2), place, processes=1) for place in (0, 1, 7)] == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("asked", "quota", "threads"), [(None, None, 5), (None, 3, 3), (None, 9, 5), (4, 3, 4), (8, None, 8)]
 )
