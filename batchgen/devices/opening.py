@@ -92,7 +92,8 @@ def num_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> int
     total = config.threads
     if total is None:  # torch follows affinity and OMP_NUM_THREADS, but not quotas
         total = min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
-    return max(1, (total + place % processes) // processes)  # an actor of a Ray cluster shares with none, whatever its number
+    # An actor of a Ray cluster shares its threads with none, whatever its number.
+    return max(1, (total + place % processes) // processes)
 
 
 def engine_here(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 import os
 import pickle
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -27,6 +28,7 @@ from batchgen.devices.transport import UNDER_WAY_SHARE, Gone, Link, WorkerFailed
 from batchgen.errors import ModelError, UsageError, in_one_line
 from batchgen.process.signals import STOP_SIGNALS
 
+_logger = logging.getLogger("batchgen")
 LISTEN_SECONDS = 10.0
 """Longest time that an actor waits for a message of its own before it answers that there is none."""
 REPORT_SECONDS = 0.25
@@ -73,6 +75,9 @@ class RayCluster:
         if not room:
             what = "GPU" if self._gpu else f"machine with {self._cpus} free CPUs"
             raise UsageError(f"the Ray cluster has no {what}", "lower --cpus-per-worker, or use --device cpu")
+        kind, needed = ("GPU", 1) if self._gpu else ("CPU", self._cpus)
+        if ray.available_resources().get(kind, 0) < needed:
+            _logger.info(f"other work holds the {kind}s of the Ray cluster: the job waits for it to end")
         self.count = model.workers or room
         self._on_a_node = max(1, max((c // self._cpus for c in cores), default=1)) if not self._gpu else 1
         self.name = f"ray: {self.count} × {self._kind}"
@@ -120,6 +125,8 @@ class RayCluster:
                 asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(_END_SECONDS)
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(_END_SECONDS)
+            if not loop.is_running():
+                loop.close()
         if self._ours and ray.is_initialized():
             ray.shutdown()
 
@@ -166,12 +173,12 @@ def _connect(model: ModelConfig) -> None:
         raise UsageError(f"--ray-working-dir {model.ray_working_dir} is not a folder", "name one that holds the model")
     environment = {} if model.ray_working_dir is None else {"working_dir": str(Path(model.ray_working_dir).resolve())}
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": environment or None}
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
-        if model.ray == "local":
-            ray.init(address="local", include_dashboard=False, **options)
-        else:
-            ray.init(address=model.ray, **options)
+        with _own_handlers():
+            if model.ray == "local":
+                ray.init(address="local", include_dashboard=False, **options)
+            else:
+                ray.init(address=model.ray, **options)
     except ConnectionError as e:
         raise UsageError(
             f"Ray does not connect to a cluster at {model.ray}: {_first_line(e)}",
@@ -181,11 +188,26 @@ def _connect(model: ModelConfig) -> None:
         raise UsageError(
             f"Ray cannot be used ({model.ray}): {in_one_line(e, _LONGEST)}", "see whether ray status works there"
         ) from e
-    finally:  # Ray has set handlers of its own; the job needs its handlers back
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """A context after which signals go to the handlers that they had before. Ray's handler of SIGTERM ends the program with an exit code of its own;
+    that signal goes to the job's handler, too."""
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    ended = False
+    try:
+        yield
+    except SystemExit:
+        ended = True
+        raise
+    finally:
         if threading.current_thread() is threading.main_thread():
             for signum, handler in before.items():
                 if handler is not None:
                     signal.signal(signum, handler)
+        if ended:
+            signal.raise_signal(signal.SIGTERM)
 
 
 class _ActorLink:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
 from batchgen.jobs.files.disk import writing
@@ -43,11 +45,15 @@ class StdoutJob:
         with writing(_COUNTS):
             self.row_keys = RowKeys()
         self.row_memory: RowMemory | None = None
+        self._stream, self._redirected = sys.stdout, ExitStack()
 
     def __enter__(self) -> StdoutJob:
+        # Ray prints messages of its cluster to standard output, and a model's own code may print anything.
+        self._redirected.enter_context(redirect_stdout(sys.stderr))
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._redirected.close()
         self.row_keys.close()
         if isinstance(error, sqlite3.Error):
             with writing(_COUNTS):
@@ -90,11 +96,12 @@ class StdoutJob:
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
         for row in rows:
-            write_stdout(to_json(output_row(row, results[row.number], self._form)) + b"\n", _NOTHING_KEPT, flush=False)
+            line = to_json(output_row(row, results[row.number], self._form)) + b"\n"
+            write_stdout(self._stream, line, _NOTHING_KEPT, flush=False)
         self.flush()
 
     def flush(self) -> None:
-        write_stdout(b"", _NOTHING_KEPT)
+        write_stdout(self._stream, b"", _NOTHING_KEPT)
 
     end_output = flush
 

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from typing import TextIO
 
 from batchgen.errors import ClosedPipe, OutputError
 
 
-def write_stdout(data: bytes, hint: str, *, flush: bool = True) -> None:
-    """Writes to standard output.
+def write_stdout(stream: TextIO | None, data: bytes, hint: str, *, flush: bool = True) -> None:
+    """Writes to `stream`, which is standard output.
 
     Raises `ClosedPipe` if its reader has closed it, and `OutputError` with `hint` if it is closed or cannot be written.
     """
-    if sys.stdout is None:
+    if stream is None:
         raise OutputError("standard output is closed", hint)
     try:
-        sys.stdout.buffer.write(data)
+        stream.buffer.write(data)
         if flush:
-            sys.stdout.buffer.flush()
+            stream.buffer.flush()
     except BrokenPipeError:
-        discard(sys.stdout)
+        discard(stream)
         raise ClosedPipe from None
     except OSError as e:
-        discard(sys.stdout)
+        discard(stream)
         raise OutputError(f"standard output cannot be written: {e.strerror or e}", hint) from e
 
 

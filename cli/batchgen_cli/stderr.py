@@ -57,7 +57,8 @@ def write_line(line: str, stream: Stream | None = None) -> None:
 def write_answer(text: str) -> None:
     """Writes what a command answers to standard output. Raises as `write_stdout` does."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    write_stdout(f"{for_encoding(text, encoding)}\n".encode(encoding, "backslashreplace"), "write it to another place")
+    data = f"{for_encoding(text, encoding)}\n".encode(encoding, "backslashreplace")
+    write_stdout(sys.stdout, data, "write it to another place")
 
 
 def for_encoding(text: str, encoding: str) -> str:

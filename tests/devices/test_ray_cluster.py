@@ -17,9 +17,10 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, job_status, run_job
 from batchgen.devices.transport import Gone, Ready, WorkerReport
-from batchgen.errors import DevicesLost, UsageError
+from batchgen.errors import DevicesLost, Interrupted, UsageError
+from batchgen.process.signals import Signals
 from batchgen.progress import Silent, Snapshot
-from support.progress import Recorder
+from support.progress import Recorder, logged
 from support.vision import make, picture
 
 ray = pytest.importorskip("ray")
@@ -328,6 +329,40 @@ def test_more_cpus_than_any_machine_has_are_refused(connected, tiny_model_dir, e
     model = ModelConfig(model=str(tiny_model_dir), device="cpu", ray=connected.address, cpus_per_worker=64)
     with pytest.raises(UsageError, match="the Ray cluster has no machine with 64 free CPUs"):
         run_job(config_of(tiny_model_dir, None, model=model))
+
+
+def test_a_job_says_that_it_waits_for_other_work_on_the_cluster(connected, tiny_model_dir):
+    model = ModelConfig(model=tiny_model_dir, device="cpu", ray=connected.address)
+    waits = ["other work holds the CPUs of the Ray cluster: the job waits for it to end"]
+
+    @ray.remote(num_cpus=1)
+    class Other:
+        def runs(self) -> bool:
+            return True
+
+    with logged("batchgen", "INFO") as said:
+        RayCluster(model).close()
+        assert said == []
+        others = [Other.remote() for _ in range(2)]
+        ray.get([other.runs.remote() for other in others])
+        RayCluster(model).close()
+        assert said == waits
+    for other in others:
+        ray.kill(other)
+
+
+def test_a_signal_while_ray_connects_interrupts_the_job(cluster, tiny_model_dir, monkeypatch):
+    def init(**options: Any) -> None:  # Ray's own handler ends the program
+        signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(signum))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("ray.init", init)
+    model = ModelConfig(model=tiny_model_dir, device="cpu", ray=cluster.address)
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals(5.0) as signals, pytest.raises(Interrupted) as interrupted, signals.interruptible():
+        RayCluster(model)
+    assert interrupted.value.signum == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_why_an_actor_cannot_start_is_told(connected, tiny_model_dir, expected, monkeypatch):

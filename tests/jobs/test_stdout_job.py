@@ -54,6 +54,17 @@ def test_a_closed_pipe_ends_the_job_quietly_with_its_own_exit_code():
         assert process.wait() == 141
 
 
+def test_what_libraries_print_does_not_come_among_the_rows(capsys):
+    rows, results = window(2)
+    with job() as out:
+        print("(raylet) A worker died")
+        out.write(rows, results, {})
+    print("afterwards")
+    said = capsys.readouterr()
+    assert [json.loads(line)["text"] for line in said.out.splitlines()[:-1]] == ["t0", "t1"]
+    assert (said.out.splitlines()[-1], said.err) == ("afterwards", "(raylet) A worker died\n")
+
+
 def test_a_standard_output_that_was_closed_before_is_a_one_line_error(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     with job() as out, pytest.raises(OutputError) as caught:
