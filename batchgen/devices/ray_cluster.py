@@ -301,8 +301,9 @@ def _for_cluster(failed: WorkerFailed) -> WorkerFailed:
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or, of an error that an actor has raised, the last one, which says what it was."""
+    """Returns the first line of an error's message, or, of one that an actor has raised or died of, the last one, which says what it was."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    return (lines[-1] if "ray::" in lines[0] else f"{type(error).__name__}: {lines[0]}")[:_LONGEST]
+    last = "ray::" in lines[0] or (isinstance(error, ray.exceptions.ActorDiedError) and len(lines) > 1)
+    return (lines[-1] if last else f"{type(error).__name__}: {lines[0]}")[:_LONGEST]

@@ -365,6 +365,19 @@ def test_a_signal_while_ray_connects_interrupts_the_job(cluster, tiny_model_dir,
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_why_an_actor_has_died_is_told(connected):
+    class Waiting:
+        def ever(self) -> None:
+            time.sleep(600)
+
+    actor = ray.remote(Waiting).options(num_cpus=0).remote()
+    waits = actor.ever.remote()
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.ActorDiedError) as died:
+        ray.get(waits)
+    assert ray_cluster._first_line(died.value) == "The actor is dead because it was killed by `ray.kill`."
+
+
 def test_why_an_actor_cannot_start_is_told(connected, tiny_model_dir, expected, monkeypatch):
     class WithoutBatchgen:
         def __init__(self, setup: bytes) -> None:
