@@ -28,7 +28,6 @@ from batchgen.devices.transport import UNDER_WAY_SHARE, Gone, Link, WorkerFailed
 from batchgen.errors import ModelError, UsageError, in_one_line
 from batchgen.process.signals import STOP_SIGNALS
 
-_logger = logging.getLogger("batchgen")
 LISTEN_SECONDS = 10.0
 """Longest time that an actor waits for a message of its own before it answers that there is none."""
 REPORT_SECONDS = 0.25
@@ -77,7 +76,9 @@ class RayCluster:
             raise UsageError(f"the Ray cluster has no {what}", "lower --cpus-per-worker, or use --device cpu")
         kind, needed = ("GPU", 1) if self._gpu else ("CPU", self._cpus)
         if ray.available_resources().get(kind, 0) < needed:
-            _logger.info(f"other work holds the {kind}s of the Ray cluster: the job waits for it to end")
+            logging.getLogger("batchgen").info(
+                f"other work holds the {kind}s of the Ray cluster: the job waits for it to end"
+            )
         self.count = model.workers or room
         self._on_a_node = max(1, max((c // self._cpus for c in cores), default=1)) if not self._gpu else 1
         self.name = f"ray: {self.count} × {self._kind}"

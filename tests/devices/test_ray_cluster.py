@@ -366,15 +366,15 @@ def test_a_signal_while_ray_connects_interrupts_the_job(cluster, tiny_model_dir,
 
 
 def test_why_an_actor_has_died_is_told(connected):
-    class Waiting:
-        def ever(self) -> None:
-            time.sleep(600)
+    class Running:
+        def runs(self) -> bool:
+            return True
 
-    actor = ray.remote(Waiting).options(num_cpus=0).remote()
-    waits = actor.ever.remote()
+    actor = ray.remote(Running).options(num_cpus=0).remote()
+    assert ray.get(actor.runs.remote())
     ray.kill(actor)
     with pytest.raises(ray.exceptions.ActorDiedError) as died:
-        ray.get(waits)
+        ray.get(actor.runs.remote())
     assert ray_cluster._first_line(died.value) == "The actor is dead because it was killed by `ray.kill`."
 
 
