@@ -176,9 +176,7 @@ class ResultAssembler:
         """By row, for requests that run with fewer `max_tokens` than they have: the whole request, as which they go on in another window. It is `long` then."""
         self._waiting: dict[int, RequestState] = {}
         """Rows that are to go on."""
-        self._deadlines: OrderedDict[RequestState, float] = (
-            OrderedDict()
-        )  # in order, because all rows have the same time
+        self._deadlines = OrderedDict[RequestState, float]()  # in order, because all rows have the same time
         self._cancelled: deque[int] = deque()
         self.watched = False
         """Whether any row has an `on_token`."""

@@ -78,8 +78,8 @@ def narrowed_from(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recu
     """Returns the index of the first of the decoder layers that can leave tokens out: those of which only the final norm and the head read the
     output, token by token.
 
-    `attending` and `recurrent` are the layers that read keys and states. None for models with several stacks of decoder layers, for layers that keep their own forward, and if the last layer has no
-    attention.
+    `attending` and `recurrent` are the layers that read keys and states. None for models with several stacks of decoder layers, for layers that
+    keep their own forward, and if the last layer has no attention.
     """
     tail = _without_own_kv(attending, recurrent)
     if tail and any(_is_narrow(part) for part in model.modules()):
@@ -95,12 +95,13 @@ def narrowed_from(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recu
 def narrow_layers(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> None:
     """Gives the last decoder layers, if they read keys and values of others alone, forwards that leave tokens out. See `narrowed_from`."""
     tail = _without_own_kv(attending, recurrent)
-    module: Any
-    for module in model.modules() if tail else ():
-        index = getattr(module._modules.get("self_attn"), "layer_idx", None)
-        if index in tail and not _is_narrow(module):
-            whole = getattr(module.__dict__.get("forward"), "__func__", type(module).forward)
-            module.forward = MethodType(_narrow(whole, first=index == tail[0], last=index == tail[-1]), module)
+    layers: list[Any] = [m for m in model.modules() if getattr(m._modules.get("self_attn"), "layer_idx", None) in tail]
+    if len(layers) != len(tail) or any(map(_is_narrow, layers)):
+        return
+    for layer in layers:
+        index = layer.self_attn.layer_idx
+        whole = getattr(layer.__dict__.get("forward"), "__func__", type(layer).forward)
+        layer.forward = MethodType(_narrow(whole, first=index == tail[0], last=index == tail[-1]), layer)
 
 
 def _without_own_kv(attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> list[int]:

@@ -68,8 +68,8 @@ class LayerNorms(NamedTuple, Generic[T]):
 def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
     """Joins layers that read the same x into one, whose memory they then share.
 
-    Returns them unchanged if one does not fill its last panel, is in codes, has an adapter or shares its weights, or if one would be joined twice, because it stands in several
-    places.
+    Returns them unchanged if one does not fill its last panel, is in codes, has an adapter or shares its weights, or if one would be joined twice,
+    because it stands in several places.
     """
     panel = library().batchgen_linear_panel()
     if len(parts) == 1 or any(part.out_features % panel for part in parts):
