@@ -104,6 +104,14 @@ def test_layers_that_share_a_weight_have_adapters_of_their_own(options, tmp_path
     assert tokens(load(tmp_path, **options)) == generate_all(adapted, PROMPTS, LENGTHS)
 
 
+def test_a_weight_that_layers_share_is_not_changed_by_an_adapter_of_another_kind(tmp_path):
+    model = build("zamba2", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "model")
+    add_to(model, tmp_path, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(ModelError, match="cannot be merged: it changes a weight that several layers share"):
+        load(tmp_path)
+
+
 def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model(tmp_path):
     adapted = write(text_model("gemma3"), tmp_path)
     expected = generate_all(adapted, PROMPTS, LENGTHS)

@@ -69,7 +69,11 @@ def add_adapter(
         # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
         _check_names(lora, folder, adapted, adapted.load_adapter(str(folder), "default"))
         beside = _put_beside(module, head)
-        if unpack_in(part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)):
+        left = [part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)]
+        of_layers = Counter(id(part.weight) for part in left if isinstance(part, torch.nn.Linear) and part is not head)
+        if any(count > 1 for count in of_layers.values()):
+            raise NotImplementedError("it changes a weight that several layers share, and not by LoRA alone")
+        if unpack_in(left):
             _untie(module, head)  # only now, because peft may give tied layers one adapter
         merged = adapted.merge_and_unload(safe_merge=True)
     packed = any(isinstance(part.weight, PackedTensor) for part in beside)
