@@ -74,34 +74,28 @@ def unfuse_layers(model: torch.nn.Module) -> None:
                 module.__dict__.pop(name, None)
 
 
-def narrowed_from(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> int | None:
-    """Returns the index of the first of the decoder layers that can leave tokens out: those of which only the final norm and the head read the
-    output, token by token.
+def narrow_layers(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> int | None:
+    """Lets the last decoder layers leave tokens out: those of which only the final norm and the head read the output, token by token. That is the
+    last one, or all behind the last that stores something. Returns the index of the first.
 
     `attending` and `recurrent` are the layers that read keys and states. None for models with several stacks of decoder layers, for layers that
     keep their own forward, and if the last layer has no attention.
     """
     tail = _without_own_kv(attending, recurrent)
-    if tail and any(_is_narrow(part) for part in model.modules()):
+    layers: list[Any] = [m for m in model.modules() if getattr(m._modules.get("self_attn"), "layer_idx", None) in tail]
+    if tail and len(layers) == len(tail):
+        for layer in layers:
+            index, forward = layer.self_attn.layer_idx, getattr(layer.__dict__.get("forward"), "__func__", None)
+            if getattr(forward, "__name__", "") != "narrow_forward":
+                whole = type(layer).forward if forward is None else forward
+                layer.forward = MethodType(_narrow(whole, first=index == tail[0], last=index == tail[-1]), layer)
         return tail[0]
     stacks = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and any(map(_can_narrow, part))]
     if len(stacks) != 1 or not _can_narrow(stacks[0][-1]):
         return None
     last: Any = stacks[0][-1]
-    index: int = last.self_attn.layer_idx
-    return index if index in attending and index == max([*attending, *recurrent]) else None
-
-
-def narrow_layers(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> None:
-    """Gives the last decoder layers, if they read keys and values of others alone, forwards that leave tokens out. See `narrowed_from`."""
-    tail = _without_own_kv(attending, recurrent)
-    layers: list[Any] = [m for m in model.modules() if getattr(m._modules.get("self_attn"), "layer_idx", None) in tail]
-    if len(layers) != len(tail) or any(map(_is_narrow, layers)):
-        return
-    for layer in layers:
-        index = layer.self_attn.layer_idx
-        whole = getattr(layer.__dict__.get("forward"), "__func__", type(layer).forward)
-        layer.forward = MethodType(_narrow(whole, first=index == tail[0], last=index == tail[-1]), layer)
+    own: int = last.self_attn.layer_idx
+    return own if own in attending and own == max([*attending, *recurrent]) else None
 
 
 def _without_own_kv(attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> list[int]:
@@ -135,11 +129,6 @@ def _narrow(whole: Callable[..., torch.Tensor], first: bool, last: bool) -> Call
         return out.index_copy_(out.dim() - 2, wanted, x)
 
     return narrow_forward
-
-
-def _is_narrow(module: torch.nn.Module) -> bool:
-    """Whether a module has a forward of `narrow_layers`."""
-    return getattr(module.__dict__.get("forward"), "__name__", "") == "narrow_forward"
 
 
 def _can_narrow(layer: Any) -> bool:
@@ -374,7 +363,6 @@ _KINDS = {
     Code.LAYER_WITH_DROPOUT: _Kind(_TWO_NORMS),
     Code.LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
     Code.LAYER_OF_LATE_NORMS: _Kind(_LATE_NORMS),
-    Code.SCALED_LAYER: _Kind(_TWO_NORMS, _plain_layer),
     Code.HYBRID_LAYER: _Kind(None, _plain_layer),
     Code.GRANITE_LAYER: _Kind(None, _granite_hybrid_layer),
 }

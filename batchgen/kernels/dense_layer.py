@@ -260,7 +260,7 @@ def in_one_call(
             dense: DenseStack = self.dense
             cos, sin = kwargs["position_embeddings"]
             if dense.layers[0].of_halves:
-                cos, sin = of_both_halves(cos), of_both_halves(sin)
+                cos, sin = of_both_halves(cos, sin)
             if dense.takes(hidden_states, cos, sin, attention):
                 if rest is None:
                     return dense(hidden_states, cos, sin, attention)

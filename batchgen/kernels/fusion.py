@@ -408,9 +408,9 @@ def fuse_rotary(model: torch.nn.Module, rotate: Callable[..., Any], agrees: Call
 _ROTARY = "apply_rotary_pos_emb"
 
 
-def of_both_halves(x: torch.Tensor) -> torch.Tensor:
-    """Returns cos or sin [..., R] of whole heads, of those [..., R/2] of half a head."""
-    return torch.cat((x, x), -1)
+def of_both_halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns cos and sin [..., R] of whole heads, of those [..., R/2] of half a head."""
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 class FusedRotary:
@@ -429,7 +429,7 @@ class FusedRotary:
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> Any:
         if unsqueeze_dim == 1 and (cos.dtype == q.dtype or self.keeps_type):
-            turned = self.rotate(q, k, *(map(of_both_halves, (cos, sin)) if self.of_halves else (cos, sin)))
+            turned = self.rotate(q, k, *(of_both_halves(cos, sin) if self.of_halves else (cos, sin)))
             if turned is not None:
                 return turned
         return self.plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)

@@ -61,15 +61,13 @@ class Code(Enum):
     GATED_ATTENTION = auto()
     """The same; half of what the projection of queries gives is a gate of the output."""
     LAYER = auto()
-    """A decoder layer: norm, attention, sum, norm, MLP, sum."""
+    """A decoder layer: norm, attention, sum, norm, MLP, sum. A layer with a `residual_multiplier` multiplies what it adds by it."""
     LAYER_WITH_DROPOUT = auto()
     """The same with dropouts, which do nothing when a model is used."""
     LAYER_OF_FOUR_NORMS = auto()
     """Norms before and after attention and the MLP."""
     LAYER_OF_LATE_NORMS = auto()
     """Norms after attention and the MLP."""
-    SCALED_LAYER = auto()
-    """`LAYER` with a multiplier of what is added in its sums."""
     HYBRID_LAYER = auto()
     """A decoder layer with attention or a recurrent mixer."""
     GRANITE_LAYER = auto()
@@ -138,7 +136,7 @@ _KNOWN = {
     "a8ac7c75040156b4": Code.LAYER_WITH_DROPOUT,  # Phi-3
     "f8a1ca7b615c612e": Code.LAYER_OF_FOUR_NORMS,  # Gemma 2 and 3
     "d69009bb0c0eab31": Code.LAYER_OF_LATE_NORMS,  # OLMo 2 and 3
-    "13de1827d0dbf462": Code.SCALED_LAYER,  # Granite
+    "13de1827d0dbf462": Code.LAYER,  # Granite
     "a1068c443353aaa9": Code.HYBRID_LAYER,  # Qwen 3.5 before transformers 5.24
     "0c0efce5e58c007c": Code.HYBRID_LAYER,  # Qwen 3.5
     "97d6a6daa7df04a2": Code.HYBRID_LAYER,  # Qwen3-Next, and Qwen 3.5 with experts

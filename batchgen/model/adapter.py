@@ -17,7 +17,7 @@ import torch
 from batchgen.attention.base import EVERY_KEY, NAME, EveryKey, LayerOptions, register
 from batchgen.attention.kv_cache import LayerShape
 from batchgen.errors import ModelError
-from batchgen.kernels.decoder_layers import fuse_layers, narrow_layers, narrowed_from
+from batchgen.kernels.decoder_layers import fuse_layers, narrow_layers
 from batchgen.kernels.device_parts import fuse_on_device
 from batchgen.kernels.fusion import fuse_linear, fuse_small_parts
 from batchgen.kernels.int8 import stay_packed
@@ -61,8 +61,7 @@ def prepare(
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _check_layers(module, probe, states)
     sizes = [kind.sliding_window for kind in probe.kinds if kind.sliding_window is not None]
-    if kernels is not None:
-        narrow_layers(module, probe.layers, states.layers)
+    narrowed = None if kernels is None else narrow_layers(module, probe.layers, states.layers)
     if kernels is not None and not int8:
         fill_activations(module)
     return LoadedModel(
@@ -78,7 +77,7 @@ def prepare(
         sliding_window=max(sizes) if sizes and len(sizes) == len(probe.kinds) else None,
         spread=spread,
         kernels=kernels,
-        narrowed_from=None if kernels is None else narrowed_from(module, probe.layers, states.layers),
+        narrowed_from=narrowed,
         long_rope=long_rope,
         compile=compile,
         notes=notes,
@@ -221,7 +220,7 @@ class _Probe:
     ) -> torch.Tensor:
         if layer in self.layers:
             raise ModelError(f"the model runs attention twice in layer {layer}, which is not supported")
-        place = (*((x.data_ptr(), x.shape, x.stride()) for x in (k_KTD, v_KTV)),)
+        place = tuple((x.data_ptr(), x.shape, x.stride()) for x in (k_KTD, v_KTV))
         first, *_ = self._given.setdefault(place, (layer, k_KTD, v_KTV))
         same_as = None if first == layer else first
         self.layers[layer] = LayerShape(k_KTD.shape[0], k_KTD.shape[2], v_KTV.shape[2], v_KTV.device, same_as)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import ModelError
-from batchgen.kernels.decoder_layers import narrowed_from
+from batchgen.kernels.decoder_layers import narrow_layers
 from batchgen.kernels.ops import KernelLinear
 from batchgen.kernels.quantization import Int8Packing, from_layers, quantize_linear
 from batchgen.model.loaded_model import LoadedModel, with_blocks
@@ -65,10 +65,10 @@ def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, 
     if not packing.layers:
         raise ModelError("--quantize int8: none of the model's linear layers can be packed in 8 bits", "leave it out")
     # Layers that could not run in one call before can now.
-    first = narrowed_from(model.module, model.layers, model.states)
+    narrowed = narrow_layers(model.module, model.layers, model.states)
     after = _logits(model, whole) if whole else []
     found = _compared(model.module, packing, before, after, time.perf_counter() - began)
-    return replace(model, notes=(*model.notes, _note(found)), quantization=found, narrowed_from=first)
+    return replace(model, notes=(*model.notes, _note(found)), quantization=found, narrowed_from=narrowed)
 
 
 def _continued(model: LoadedModel, texts: Sequence[TokenArray]) -> tuple[list[TokenArray], list[torch.Tensor]]:

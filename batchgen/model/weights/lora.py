@@ -69,11 +69,7 @@ def add_adapter(
         # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
         _check_names(lora, folder, adapted, adapted.load_adapter(str(folder), "default"))
         beside = _put_beside(module, head)
-        left = [part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)]
-        of_layers = Counter(id(part.weight) for part in left if isinstance(part, torch.nn.Linear) and part is not head)
-        if any(count > 1 for count in of_layers.values()):
-            raise NotImplementedError("it changes a weight that several layers share, and not by LoRA alone")
-        if unpack_in(left):
+        if unpack_in(part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)):
             _untie(module, head)  # only now, because peft may give tied layers one adapter
         merged = adapted.merge_and_unload(safe_merge=True)
     packed = any(isinstance(part.weight, PackedTensor) for part in beside)
@@ -133,14 +129,17 @@ def _put_beside(module: torch.nn.Module, head: Any) -> list[AdaptedLinear]:
 
 def _runs_beside(part: Any, head: Any, shared: Counter[int]) -> bool:
     """Whether peft's layer adds two products, and nothing else (`lora_variant`), to a linear layer that is packed, or whose weight other layers have
-    too: the sum would be theirs. `shared`: how many modules have a weight, by its id."""
+    too: the sum would be theirs. `shared`: how many modules have a weight, by its id. Raises `NotImplementedError` for a shared weight that is changed
+    in another way."""
     from peft.tuners.lora import Linear
 
-    if not isinstance(part, Linear) or "default" in part.lora_variant:
+    base: Any = part.get_base_layer() if isinstance(part, Linear) else None
+    if type(base) is not torch.nn.Linear or base is head:
         return False
-    base: Any = part.get_base_layer()
-    beside = type(base) is torch.nn.Linear and base is not head
-    return beside and (isinstance(base.weight, PackedTensor) or shared[id(base.weight)] > 1)
+    is_shared, varies = shared[id(base.weight)] > 1, "default" in part.lora_variant
+    if is_shared and varies:
+        raise NotImplementedError("it changes a weight that several layers share, and not by LoRA alone")
+    return not varies and (is_shared or isinstance(base.weight, PackedTensor))
 
 
 def _adapted(part: Any) -> AdaptedLinear:
