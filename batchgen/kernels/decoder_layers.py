@@ -16,19 +16,21 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from batchgen.kernels.dense_layer import (
+    Attention,
     DenseLayer,
     DenseStack,
+    GatedDelta,
     LayerNorms,
     Workspace,
     in_one_call,
     joined,
     stack_forward,
 )
-from batchgen.kernels.fusion import FusedMLP, FusedNorm, FusedRotary
+from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, FusedRotary
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
 from batchgen.kernels.recognition import CACHES, Code, code_of, has_cache
-from batchgen.kernels.recurrent import can_gate, sigmoid_gate
+from batchgen.kernels.recurrent import ACTIVATIONS, can_gate, sigmoid_gate
 from batchgen.kernels.replacing import Around, can_fuse, known_code, own_forward
 from batchgen.kernels.whole_vectors import filled
 
@@ -160,31 +162,87 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
 
     A layer of two norms may end before its MLP, which is a mixture of experts.
     """
-    attention: Any = layer.self_attn
+    mixer: Any = layer._modules.get("self_attn", layer._modules.get("linear_attn"))
     mlp: FusedMLP | None = layer.mlp if isinstance(layer.mlp, FusedMLP) else None
-    rotary = _own_rotary(attention)
-    if rotary is None or (mlp is None and names is not _TWO_NORMS):
+    if mlp is None and names is not _TWO_NORMS:
         return None
-    fused = hasattr(attention, "qkv_proj")
-    qkv = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
     norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
-    head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    parts = _parts_of(mixer)
     of_mlp = [] if mlp is None else [mlp.gate_up, mlp.down]
-    if not _run_as_kernels([*qkv, attention.o_proj, *of_mlp], [*norms, *head_norms]):
+    if parts is None or not _run_as_kernels([*parts.alike, parts.o, *of_mlp], [*norms, *parts.head_norms]):
         return None
-    asked = _asked_of_attention(attention, rotary, qkv[0])
-    if asked is None:
+    if not all(isinstance(part, PackedLinear) and part.dtype == parts.o.dtype for part in parts.more):
         return None
-    index, q_HTD, k_KTD, v_KTV, options = asked
-    turns = not bool(q_HTD.any() or k_KTD.any())
-    scaled = code_of(type(attention).forward, type(attention)) is Code.SCALED_ATTENTION
-    heads, kv_heads, size = len(q_HTD), len(k_KTD), q_HTD.shape[2]
-    if v_KTV.shape != k_KTD.shape or sum(part.out_features for part in qkv) != (heads + 2 * kv_heads) * size:
+    made = _attention(mixer, parts) if "self_attn" in layer._modules else _gated_delta(mixer, parts)
+    if made is None or sum(part.out_features for part in (*parts.alike, *parts.more)) != made.widths[0]:
         return None
     return DenseLayer(
-        index, heads, kv_heads, size, options, norms, joined(qkv), head_norms,
-        attention.o_proj, mlp, _multiplier(layer), turns, rotary.keeps_type, rotary.of_halves,
-        attention.config.rope_parameters["original_max_position_embeddings"] if scaled else None,
+        mixer.layer_idx, norms, [*joined(parts.alike), *parts.more], made, parts.o, mlp, _multiplier(layer)
+    )
+
+
+class _Parts(NamedTuple):
+    """The parts of attention, or of a recurrent mixer, that must be kernels."""
+
+    alike: list[Any]
+    """Linear layers that read the mixer's input, which may be joined."""
+    more: list[Any]
+    """Small ones after them, which stay in 16 or 32 bits where those are in 8."""
+    o: Any
+    head_norms: list[Any]
+
+
+def _parts_of(mixer: Any) -> _Parts | None:
+    """Returns the parts of what `Attention` or `GatedDelta` describe; None for other modules."""
+    code = code_of(type(mixer).forward, type(mixer))
+    if mixer._forward_hooks or mixer._forward_pre_hooks:
+        return None
+    if code is Code.GATED_DELTA and "recurrent_step" in mixer.__dict__:
+        return _Parts([mixer.in_proj_qkv, mixer.in_proj_z], [mixer.in_proj_b, mixer.in_proj_a], mixer.out_proj, [])
+    if code not in _ATTENTION or "fused_rotary" not in mixer.__dict__:
+        return None
+    fused = hasattr(mixer, "qkv_proj")
+    inputs = [mixer.qkv_proj] if fused else [mixer.q_proj, mixer.k_proj, mixer.v_proj]
+    head_norms = [getattr(mixer, name) for name in ("q_norm", "k_norm") if hasattr(mixer, name)]
+    return _Parts(inputs, [], mixer.o_proj, head_norms)
+
+
+_ATTENTION = (Code.ATTENTION, Code.SCALED_ATTENTION, Code.GATED_ATTENTION)
+
+
+def _attention(module: Any, parts: _Parts) -> Attention | None:
+    rotary: FusedRotary = module.fused_rotary
+    asked = _asked_of_attention(module, rotary, parts.alike[0])
+    if asked is None:
+        return None
+    q_HTD, k_KTD, v_KTV, options = asked
+    code = code_of(type(module).forward, type(module))
+    scaled = (
+        module.config.rope_parameters["original_max_position_embeddings"] if code is Code.SCALED_ATTENTION else None
+    )
+    if v_KTV.shape != k_KTD.shape:
+        return None
+    return Attention(
+        len(q_HTD), len(k_KTD), q_HTD.shape[2], options, parts.head_norms, code is Code.GATED_ATTENTION,
+        turns=not bool(q_HTD.any() or k_KTD.any()), float32_cos=rotary.keeps_type, of_halves=rotary.of_halves, scaled_from=scaled,
+    )  # fmt: skip
+
+
+def _gated_delta(module: Any, parts: _Parts) -> GatedDelta | None:
+    filter_CK, norm = module.conv1d.weight.squeeze(1), module.norm
+    dtype = parts.o.dtype
+    if (
+        module.conv1d.bias is not None
+        or filter_CK.dtype != dtype
+        or module.activation not in ACTIVATIONS
+        or not isinstance(norm, FusedGatedNorm)
+        or norm.weight.dtype != dtype
+    ):
+        return None
+    return GatedDelta(
+        module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, filter_CK.t().contiguous(),
+        ACTIVATIONS[module.activation], -module.A_log.float().exp(), module.dt_bias.float(), norm,
+        norm.factor.repeat(module.num_v_heads), module.recurrent_step,
     )  # fmt: skip
 
 
@@ -198,30 +256,22 @@ def _run_as_kernels(linear: list[Any], norms: list[Any]) -> bool:
     )
 
 
-def _own_rotary(attention: Any) -> FusedRotary | None:
-    """Returns the rotary embeddings of an attention module that computes what `DenseLayer` does; None for others."""
-    rotary: FusedRotary | None = attention.__dict__.get("fused_rotary")
-    hooked = attention._forward_hooks or attention._forward_pre_hooks
-    usual = code_of(type(attention).forward, type(attention)) in (Code.ATTENTION, Code.SCALED_ATTENTION)
-    return rotary if usual and not hooked else None
-
-
 class _AttentionProbe:
     """Stands in for a step's attention, and keeps the arguments of its call."""
 
-    given: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any] | None = None
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any] | None = None
 
     def __call__(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: Any
     ) -> torch.Tensor:
-        self.given = layer, q_HTD, k_KTD, v_KTV, options
+        self.given = q_HTD, k_KTD, v_KTV, options
         return q_HTD.new_zeros(q_HTD.shape[1], q_HTD.shape[0], v_KTV.shape[2])
 
 
 def _asked_of_attention(
     attention: Any, rotary: FusedRotary, first: PackedLinear | Int8Linear
-) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any] | None:
-    """Runs attention on one token. Returns the layer's index, queries, keys, values and options; None if it does not call batchgen's attention.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any] | None:
+    """Runs attention on one token. Returns its queries, keys, values and options; None if it does not call batchgen's attention.
 
     Queries and keys are 0 if they have rotary embeddings, because cos and sin are.
     """
@@ -363,6 +413,6 @@ _KINDS = {
     Code.LAYER_WITH_DROPOUT: _Kind(_TWO_NORMS),
     Code.LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
     Code.LAYER_OF_LATE_NORMS: _Kind(_LATE_NORMS),
-    Code.HYBRID_LAYER: _Kind(None, _plain_layer),
+    Code.HYBRID_LAYER: _Kind(_TWO_NORMS, _plain_layer),
     Code.GRANITE_LAYER: _Kind(None, _granite_hybrid_layer),
 }

@@ -1,8 +1,8 @@
-"""Runs decoder layers with attention and a gated MLP in one call of the library, so that no Python runs between their kernels, and of others the
-part before the MLP.
+"""Runs decoder layers with attention or the gated delta rule, and a gated MLP, in one call of the library, so that no Python runs between their
+kernels, and of others the part before the MLP.
 
 The kernels and their results are those of the separate modules, except that the weights of q, k and v are joined if possible, so that one
-product makes all three. The kernels' arguments are kept from step to step, and only what a step changes is written into them.
+product makes all three, and that a kernel computes the decays and strengths of the gated delta rule. The kernels' arguments are kept from step to step, and only what a step changes is written into them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from batchgen.kernels.build import kernel, library
-from batchgen.kernels.fusion import FusedMLP, FusedNorm, of_both_halves
+from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, of_both_halves
 from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, padded_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, RotaryArguments, RowTable
 from batchgen.kernels.recognition import has_cache
+from batchgen.kernels.recurrent import Convolution, DeltaGates, Gate, GatedNorm, Rule
 
 T = TypeVar("T")
 Linear = PackedLinear | Int8Linear
@@ -52,6 +53,12 @@ class Attends(Protocol):
     def take_over(self, prepared: Any) -> None: ...
 
     def wanted(self, layer: int) -> torch.Tensor | None: ...
+
+
+class Recurs(Protocol):
+    """What is used here of `StateStep`."""
+
+    def take_over(self, layer: int, convolution: Convolution, rule: Rule) -> None: ...
 
 
 class LayerNorms(NamedTuple, Generic[T]):
@@ -105,27 +112,18 @@ def _stays_apart(part: Linear) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class DenseLayer:
-    """s = x + o(attention(qkv(norm(x)))) and norm(s), then s + down(act(gate(norm(s))) * up(norm(s))), with the norms that the layer has.
+class Attention:
+    """What a layer with attention does between its first linear layers, which make q, k and v, and the last one."""
 
-    What is added to x and to s is multiplied by `by` before.
-    """
-
-    index: int
     heads: int
     kv_heads: int
     head_size: int
     options: Any
     """The layer's options of attention (`LayerOptions`)."""
-    norms: LayerNorms[FusedNorm]
-    qkv: Sequence[Linear]
-    """One linear layer that makes q, k and v, or three layers."""
     head_norms: Sequence[FusedNorm]
     """Empty, or a norm for the queries and one for the keys, of each head or of all heads together."""
-    o: Linear
-    mlp: FusedMLP | None
-    """None if the layer ends before its MLP."""
-    by: float
+    gated: bool
+    """Whether each head of queries is followed by a gate of its output."""
     turns: bool
     """Whether queries and keys have rotary embeddings."""
     float32_cos: bool
@@ -134,6 +132,59 @@ class DenseLayer:
     """Whether a layer gets cos and sin of half a head."""
     scaled_from: int | None
     """The position from which queries are scaled, which is not done here."""
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """The numbers a token of the linear layers' outputs, of queries, of keys, and of attention's output."""
+        q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        return q * (1 + self.gated) + 2 * kv, q, kv, q
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDelta:
+    """What a layer with the gated delta rule does between its first linear layers, which make queries, keys and values [.., K], [.., K] and
+    [.., V], the gates of the outputs, strengths and decays, and the last one: a causal convolution, the rule, and a gated norm."""
+
+    groups: int
+    """Heads of queries and keys."""
+    heads: int
+    key_size: int
+    value_size: int
+    taps: torch.Tensor
+    """Of the convolution, [K, channels]."""
+    activation: int
+    rates: torch.Tensor
+    """Float32 [H]; a head's decay is e^(rate * softplus(a + bias))."""
+    biases: torch.Tensor
+    norm: FusedGatedNorm
+    factor: torch.Tensor
+    """Of the norm, for all heads, one after the other; float32."""
+    step: Callable[[], Recurs]
+    """Returns the states of the present step."""
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """The numbers a token of the linear layers' outputs, of the convolution, of decays and strengths, which are float32, and of the rule."""
+        convolved, values = self.taps.shape[1], self.heads * self.value_size
+        return convolved + values + 2 * self.heads, convolved, 4 * self.heads, values
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayer:
+    """s = x + o(mixer(inputs(norm(x)))) and norm(s), then s + down(act(gate(norm(s))) * up(norm(s))), with the norms that the layer has.
+
+    What is added to x and to s is multiplied by `by` before.
+    """
+
+    index: int
+    norms: LayerNorms[FusedNorm]
+    inputs: Sequence[Linear]
+    """The linear layers that read x. What they make lies side by side in this order."""
+    mixer: Attention | GatedDelta
+    o: Linear
+    mlp: FusedMLP | None
+    """None if the layer ends before its MLP."""
+    by: float
 
 
 class Workspace:
@@ -168,7 +219,10 @@ class DenseStack:
         """Rows for which the workspace has room."""
         self._prepared: dict[bool, _Prepared] = {}
         """By whether the last layer leaves tokens out."""
-        self._scaled_from = min((layer.scaled_from for layer in layers if layer.scaled_from is not None), default=None)
+        attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+        self._float32_cos = all(mixer.float32_cos for mixer in attending)
+        self._head_size = min((mixer.head_size for mixer in attending), default=None)
+        self._scaled_from = min((of.scaled_from for of in attending if of.scaled_from is not None), default=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DenseStack:
         """Returns a copy without the prepared calls, which read the original's weights."""
@@ -178,23 +232,26 @@ class DenseStack:
 
     def takes(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> bool:
         """Whether the kernels can read this x [1, T, hidden] and these cos and sin [1, T, R], and no query is scaled."""
-        first = self.layers[0].qkv[0]
+        first = self.layers[0].inputs[0]
         return (
             x.dim() == cos.dim() == 3
             and x.shape[0] == cos.shape[0] == 1
             and x.shape[1:] == (cos.shape[1], first.in_features)
             and x.is_contiguous()
             and x.dtype == first.dtype
-            and cos.dtype == sin.dtype
-            and (
-                cos.dtype == x.dtype or (all(layer.float32_cos for layer in self.layers) and cos.dtype == torch.float32)
-            )
+            and (self._head_size is None or self._turns_by(x, cos, sin))
+            and (self._scaled_from is None or attention.positions.max(initial=0) < self._scaled_from)
+        )
+
+    def _turns_by(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        return (
+            cos.dtype == sin.dtype
+            and (cos.dtype == x.dtype or (self._float32_cos and cos.dtype == torch.float32))
             and cos.shape == sin.shape
             and cos.stride() == sin.stride()
             and cos.stride(2) == 1
-            and cos.shape[2] <= min(layer.head_size for layer in self.layers)
+            and cos.shape[2] <= (self._head_size or 0)
             and cos.shape[2] % 2 == 0
-            and (self._scaled_from is None or attention.positions.max(initial=0) < self._scaled_from)
         )
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> torch.Tensor:
@@ -259,7 +316,7 @@ def in_one_call(
         if hasattr(attention, "prepared") and kwargs.get("attention_mask") is None and not has_cache(kwargs):
             dense: DenseStack = self.dense
             cos, sin = kwargs["position_embeddings"]
-            if dense.layers[0].of_halves:
+            if getattr(dense.layers[0].mixer, "of_halves", False):
                 cos, sin = of_both_halves(cos, sin)
             if dense.takes(hidden_states, cos, sin, attention):
                 if rest is None:
@@ -302,11 +359,11 @@ def stack_forward(
 
 def _widths(layer: DenseLayer) -> tuple[int, ...]:
     """Returns the numbers a token of each result between the kernels (`_LayerResults`)."""
-    hidden, q, kv = layer.o.out_features, layer.heads * layer.head_size, layer.kv_heads * layer.head_size
+    hidden = layer.o.out_features
     mlp: list[Any] = [] if layer.mlp is None else [layer.mlp.gate_up, layer.mlp.down]
-    adapters = [part.adapter for part in (*layer.qkv, layer.o, *mlp)]
+    adapters = [part.adapter for part in (*layer.inputs, layer.o, *mlp)]
     low = max((each.down.out_features for each in adapters if each is not None), default=0)
-    return hidden, hidden, q + 2 * kv, q, kv, q, hidden, hidden, mlp[0].out_features if mlp else 0, low
+    return hidden, hidden, *layer.mixer.widths, hidden, hidden, mlp[0].out_features if mlp else 0, low
 
 
 class _LayerResults(NamedTuple):
@@ -315,11 +372,13 @@ class _LayerResults(NamedTuple):
     residual: int
     """The layer's input, except in the first layer."""
     normed: int
-    qkv: int
+    inputs: int
+    """Of the mixer: queries, keys and values, and gates."""
     q: int
+    """Or what was convolved."""
     k: int
+    """Or decays and strengths."""
     mixed: int
-    """Of attention."""
     more: int
     """What is added to the residual."""
     total: int
@@ -356,7 +415,9 @@ class _Prepared:
         self.cache = weakref.ref(attention.cache)
         memory, self._in_8_bits, self._dtype, self._cos_dtype, self._turned, self._cos_row, self._threads = settings
         self._rows = _Now.ROWS  # of the kernels that are added next
+        self._most_rows = rows
         self._attentions: list[AttentionCall] = []
+        self._recurrent: list[tuple[int, GatedDelta, Convolution, Rule]] = []
         self._later: defaultdict[_Now, list[tuple[ctypes.Structure, str]]] = defaultdict(list)
         self._added: list[Call] = []
         self._quantized: _Place | None = None
@@ -370,9 +431,15 @@ class _Prepared:
             starts = accumulate(_widths(layer)[:-1], initial=0)
             at = _LayerResults(*(memory + rows * start * self._dtype.itemsize for start in starts))
             if i == 0:
-                y = self._norm_of(layer.norms.before_attention, _Now.X, at.normed, read=layer.qkv[0])
-            self._mix(layer, y, at, attention)
-            mixed = at.mixed
+                y = self._norm_of(layer.norms.before_attention, _Now.X, at.normed, read=layer.inputs[0])
+            to, row = at.inputs, layer.mixer.widths[0]
+            for part in layer.inputs:
+                self._product(part, y, to, row, at)
+                to += part.out_features * self._dtype.itemsize
+            if isinstance(layer.mixer, Attention):
+                mixed = self._attend(layer.index, layer.mixer, at, attention)
+            else:
+                mixed = self._recur(layer.index, layer.mixer, at)
             if wanted is not None and i + 1 == len(layers):
                 residual, mixed = self._take_wanted(layer, residual, at)
             self._product(layer.o, mixed, at.more, hidden, at)
@@ -389,7 +456,7 @@ class _Prepared:
             if i + 1 < len(layers):
                 following = layers[i + 1]
                 norm = following.norms.before_attention
-                y = self._norm_of_sum(layer, norm, at.total, y, at.residual, at.normed, following.qkv[0])
+                y = self._norm_of_sum(layer, norm, at.total, y, at.residual, at.normed, following.inputs[0])
                 residual = at.residual
             elif stack.norm is None:
                 self._norm_of_sum(layer, None, at.total, y, _Now.OUT, at.normed)
@@ -404,6 +471,8 @@ class _Prepared:
                 setattr(argument, field, number)
         for prepared in self._attentions:
             attention.take_over(prepared)
+        for layer, mixer, convolution, rule in self._recurrent:
+            mixer.step().take_over(layer, convolution, rule)
         self._calls.run()
 
     def _add(self, call: Call, **fields: Any) -> None:
@@ -415,34 +484,72 @@ class _Prepared:
                 setattr(call.argument, name, value)
         self._added.append(call)
 
-    def _mix(self, layer: DenseLayer, y: _Place, at: _LayerResults, attention: Attends) -> None:
-        """Adds q, k and v of the rows at y, their norms and rotary embeddings, and attention."""
-        size = layer.head_size
-        q_width, kv_width = layer.heads * size, layer.kv_heads * size
-        row = q_width + 2 * kv_width
-        to = at.qkv
-        for part in layer.qkv:
-            self._product(part, y, to, row, at)
-            to += part.out_features * self._dtype.itemsize
-        keys, values = (at.qkv + before * self._dtype.itemsize for before in (q_width, q_width + kv_width))
-        plain = Heads(at.qkv, layer.heads, size, size, row), Heads(keys, layer.kv_heads, size, size, row)
-        turned = Heads(at.q, layer.heads, size, size, q_width), Heads(at.k, layer.kv_heads, size, size, kv_width)
-        for norm, of, place in zip(layer.head_norms, plain, turned, strict=False):
+    def _attend(self, index: int, mixer: Attention, at: _LayerResults, attention: Attends) -> int:
+        """Adds the norms and rotary embeddings of q and k, attention, and its gate. Returns where the output is."""
+        size, bytes_ = mixer.head_size, self._dtype.itemsize
+        row, q_width, kv_width, _ = mixer.widths
+        apart = size * (1 + mixer.gated)
+        keys, values = (at.inputs + before * bytes_ for before in (row - 2 * kv_width, row - kv_width))
+        plain = Heads(at.inputs, mixer.heads, size, apart, row), Heads(keys, mixer.kv_heads, size, size, row)
+        turned = Heads(at.q, mixer.heads, size, size, q_width), Heads(at.k, mixer.kv_heads, size, size, kv_width)
+        for norm, of, place in zip(mixer.head_norms, plain, turned, strict=False):
             width = len(norm.factor)
-            self._norm(norm, of.heads * size // width, width, of.to_token, x=of.at, y=place.at)
-        heads = turned if layer.head_norms else plain
-        if layer.turns:
+            self._norm(
+                norm, of.heads * size // width, width, of.to_token, x_inner=of.to_head if width == size else width, x=of.at, y=place.at
+            )  # fmt: skip
+        heads = turned if mixer.head_norms else plain
+        if mixer.turns:
             self._rotary(heads, turned)
             heads = turned
-        all_heads = *heads, Heads(values, layer.kv_heads, size, size, row)
-        prepared = attention.prepared(layer.index, all_heads, at.mixed, self._dtype, layer.options)
+        all_heads = *heads, Heads(values, mixer.kv_heads, size, size, row)
+        prepared = attention.prepared(index, all_heads, at.mixed, self._dtype, mixer.options)
         self._attentions.append(prepared)
         self._added.append(prepared.call)
+        if mixer.gated:
+            self._add(
+                Call(kernel("gate", self._dtype), Gate(threads=self._threads)),
+                rows=self._rows, inner=mixer.heads, size=size, x_row=size, gate_row=row, gate_inner=apart,
+                x=at.mixed, gate=at.inputs + size * bytes_, y=at.mixed,
+            )  # fmt: skip
+        return at.mixed
+
+    def _recur(self, index: int, mixer: GatedDelta, at: _LayerResults) -> int:
+        """Adds the convolution of queries, keys and values, the gated delta rule, and its gated norm. Returns where the output is."""
+        bytes_ = self._dtype.itemsize
+        row, convolved, _, values = mixer.widths
+        keys = mixer.groups * mixer.key_size
+        gates, b, a = (at.inputs + before * bytes_ for before in accumulate((convolved, values, mixer.heads)))
+        strengths = at.k + 4 * mixer.heads * self._most_rows
+        convolution = Convolution(
+            channels=convolved, taps=len(mixer.taps) - 1, x_token=row, activation=mixer.activation, threads=self._threads,
+            x=at.inputs, weight=mixer.taps.data_ptr(), out=at.q,
+        )  # fmt: skip
+        rule = Rule(
+            heads=mixer.heads, groups=mixer.groups, rows=mixer.key_size, columns=mixer.value_size, normalize=True,
+            q_token=convolved, k_token=convolved, v_token=convolved, threads=self._threads, decay=at.k, strength=strengths,
+            q=at.q, k=at.q + keys * bytes_, v=at.q + 2 * keys * bytes_, out=at.mixed, scale=mixer.key_size**-0.5,
+        )  # fmt: skip
+        self._recurrent.append((index, mixer, convolution, rule))
+        self._added.append(Call(kernel("convolve", self._dtype), convolution))
+        self._add(
+            Call(kernel("delta_gates", self._dtype), DeltaGates(threads=self._threads)),
+            tokens=self._rows, heads=mixer.heads, token=row, b=b, a=a, rate=mixer.rates.data_ptr(), bias=mixer.biases.data_ptr(),
+            decay=at.k, strength=strengths,
+        )  # fmt: skip
+        self._added.append(Call(kernel("delta_rule", self._dtype), rule))
+        norm = mixer.norm
+        groups = mixer.heads * norm.groups
+        self._add(
+            Call(kernel("gated_norm", self._dtype), GatedNorm(threads=self._threads, eps=norm.eps)),
+            rows=self._rows, groups=groups, size=values // groups, x_row=values, gate_row=row, gate_first=norm.gate_first,
+            sigmoid=norm.sigmoid, rounds=norm.rounds, weight=mixer.factor.data_ptr(), x=at.mixed, gate=gates, y=at.q,
+        )  # fmt: skip
+        return at.q
 
     def _take_wanted(self, layer: DenseLayer, residual: _Place, at: _LayerResults) -> tuple[int, int]:
         """Adds copies of the wanted rows of the residual and of attention's output, of which kernels that follow run. Returns where they are."""
         self._rows = _Now.OUT_ROWS
-        taken = ((residual, at.total, layer.o.out_features), (at.mixed, at.q, layer.heads * layer.head_size))
+        taken = ((residual, at.total, layer.o.out_features), (at.mixed, at.q, layer.o.in_features))
         for table, to, size in taken:
             self._add(
                 Call(library().batchgen_take_rows, RowTable(threads=self._threads)),
@@ -504,6 +611,7 @@ class _Prepared:
         x_row: int,
         read: Linear | None = None,
         by: float = 1.0,
+        x_inner: int | None = None,
         **places: _Place | None,
     ) -> None:
         fields: dict[str, Any] = dict(places)
@@ -516,7 +624,7 @@ class _Prepared:
                 self._quantized = places["y"]
         self._add(
             Call(kernel("norm", self._dtype), NormArguments(threads=self._threads, by=by)),
-            outer=self._rows, inner=inner, size=size, x_outer=x_row, x_inner=size, **fields,
+            outer=self._rows, inner=inner, size=size, x_outer=x_row, x_inner=x_inner or size, **fields,
         )  # fmt: skip
 
     def _rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads]) -> None:

@@ -60,6 +60,8 @@ class Code(Enum):
     """The same; queries are scaled from a position on."""
     GATED_ATTENTION = auto()
     """The same; half of what the projection of queries gives is a gate of the output."""
+    GATED_DELTA = auto()
+    """Projections, a convolution, the gated delta rule, a gated norm, an output projection."""
     LAYER = auto()
     """A decoder layer: norm, attention, sum, norm, MLP, sum. A layer with a `residual_multiplier` multiplies what it adds by it."""
     LAYER_WITH_DROPOUT = auto()
@@ -129,6 +131,8 @@ _KNOWN = {
     "64adb394eda65245": Code.SCALED_ATTENTION,  # Ministral 3
     "19d6949e09c1a15a": Code.SCALED_ATTENTION,  # Ministral 3 in transformers 5.17
     "c88a3ba18e7e705f": Code.GATED_ATTENTION,  # Qwen3-Next, Qwen 3.5
+    "2c2da6422818ded6": Code.GATED_DELTA,  # Qwen 3.5
+    "3c21e029420a7467": Code.GATED_DELTA,  # Qwen 3.5 in transformers 5.17
     "93d662d105ce35eb": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
     "bc2f9c95094d14e2": Code.LAYER,  # Mixtral, MiniMax M2
     "2ac17ef6547413b2": Code.LAYER,  # gpt-oss

@@ -29,7 +29,7 @@ class SpanPlaces(NamedTuple):
         return tuple(x.data_ptr() for x in self)
 
 
-class _Convolution(ctypes.Structure):
+class Convolution(ctypes.Structure):
     """`Convolution` in recurrent.cpp is the same."""
 
     _fields_ = (
@@ -39,7 +39,7 @@ class _Convolution(ctypes.Structure):
     )
 
 
-class _Rule(ctypes.Structure):
+class Rule(ctypes.Structure):
     """`Rule` in recurrent.cpp is the same."""
 
     _fields_ = (
@@ -51,7 +51,7 @@ class _Rule(ctypes.Structure):
     )
 
 
-class _GatedNorm(ctypes.Structure):
+class GatedNorm(ctypes.Structure):
     """`GatedNorm` in recurrent.cpp is the same."""
 
     _fields_ = (
@@ -62,10 +62,22 @@ class _GatedNorm(ctypes.Structure):
     )
 
 
-class _Gate(ctypes.Structure):
+class Gate(ctypes.Structure):
     """`Gate` in recurrent.cpp is the same."""
 
-    _fields_ = (*integers("rows", "size", "x_row", "gate_row", "threads"), *pointers("x", "gate", "y"))
+    _fields_ = (
+        *integers("rows", "inner", "size", "x_row", "gate_row", "gate_inner", "threads"),
+        *pointers("x", "gate", "y"),
+    )
+
+
+class DeltaGates(ctypes.Structure):
+    """`DeltaGates` in recurrent.cpp is the same."""
+
+    _fields_ = (
+        *integers("tokens", "heads", "token", "threads"),
+        *pointers("b", "a", "rate", "bias", "decay", "strength"),
+    )
 
 
 class _Scan(ctypes.Structure):
@@ -92,7 +104,7 @@ def convolve(
     x_TC = adjacent(x_TC)
     out = torch.empty(x_TC.shape, dtype=x_TC.dtype)
     bias_C = None if bias_C is None else bias_C.contiguous()
-    what = _Convolution(
+    what = Convolution(
         len(spans.starts), x_TC.shape[1], weight_KC.shape[0] - 1, x_TC.stride(0), ACTIVATIONS[activation], torch.get_num_threads(),
         *spans.addresses, x_TC.data_ptr(), weight_KC.data_ptr(), address_of(bias_C), states.data_ptr(),
         out.data_ptr(),
@@ -135,7 +147,7 @@ def _run(
     q, k, v = (_by_token(x) for x in (q, k, v))
     decay, strength = decay.float().contiguous(), strength.float().contiguous()
     skip = None if skip is None else skip.float().contiguous()
-    what = _Rule(
+    what = Rule(
         len(spans.starts), v.shape[1], q.shape[1], *states.shape[2:], decay.dim() == 3, normalize,
         q.stride(0), k.stride(0), v.stride(0), torch.get_num_threads(),
         *spans.addresses, decay.data_ptr(), strength.data_ptr(), address_of(skip),
@@ -191,7 +203,7 @@ def gated_norm(
     size = x.shape[-1]
     rows, gates = (adjacent(of.reshape(-1, size)) for of in (x, gate))
     y = torch.empty(x.shape, dtype=x.dtype)
-    what = _GatedNorm(
+    what = GatedNorm(
         rows.shape[0], groups, size // groups, rows.stride(0), gates.stride(0), gate_first, sigmoid, rounds, torch.get_num_threads(),
         eps, weight.data_ptr(), rows.data_ptr(), gates.data_ptr(), y.data_ptr(),
     )  # fmt: skip
@@ -209,8 +221,8 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     size = x.shape[-1]
     rows, gates = (adjacent(of.reshape(-1, size)) for of in (x, gate))
     y = torch.empty(x.shape, dtype=x.dtype)
-    what = _Gate(
-        rows.shape[0], size, rows.stride(0), gates.stride(0), torch.get_num_threads(), rows.data_ptr(), gates.data_ptr(), y.data_ptr()
+    what = Gate(
+        rows.shape[0], 1, size, rows.stride(0), gates.stride(0), 0, torch.get_num_threads(), rows.data_ptr(), gates.data_ptr(), y.data_ptr(),
     )  # fmt: skip
     kernel("gate", x.dtype)(ctypes.byref(what))
     return y

@@ -53,6 +53,7 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
     """
     layers, found = RecurrentLayers(), False
     _number_blocks(model)
+    module: Any
     for module in list(model.modules()):
         # The decorator that transformers puts around the forward is for weights on another device, which are refused.
         forward = inspect.unwrap(type(module).forward)
@@ -66,6 +67,7 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
                 raise ModelError(f"{type(module).__name__} has no layer index")
             ours = {name: made(layers, index) for name, made in _SEAMS.items() if name in names}
             set_forward(module, MethodType(with_names(forward, ours), module))
+            module.recurrent_step = lambda: layers.step
         else:
             continue
         found = True

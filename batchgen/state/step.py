@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from batchgen.kernels import recurrent
 from batchgen.kernels.ops import are_known
 from batchgen.state import delta_rule, mamba
-from batchgen.state.cache import StateCache
+from batchgen.state.cache import CPU, StateCache
 from batchgen.state.chunks import Chunks, chunks_of
 from batchgen.state.convolution import convolve_spans, unfold_spans
 
@@ -103,6 +103,14 @@ class StateStep:
         chunked = delta_rule.delta_rule_chunks if g.dim() == 2 else None
         out = _run_spans(at, states, (q, k, v, g, beta), torch.empty_like(v), delta_rule.delta_rule_token, chunked)
         return out.to(dtype)
+
+    def take_over(self, layer: int, convolution: recurrent.Convolution, rule: recurrent.Rule) -> None:
+        """Makes the kernels' arguments for a layer's convolution and recurrence those of this step, which must be kept until they have run."""
+        spans = self._layout(CPU).spans
+        for of, states in ((convolution, self._cache.convolution[layer]), (rule, self._cache.recurrent[layer])):
+            of.spans = len(spans.starts)
+            of.starts, of.lengths, of.read, of.write = spans.addresses
+            of.states = states.data_ptr()
 
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],

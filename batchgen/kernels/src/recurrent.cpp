@@ -13,7 +13,7 @@
 
 namespace {
 
-struct Convolution {  // `_Convolution` in recurrent.py is the same
+struct Convolution {  // `Convolution` in recurrent.py is the same
     int64_t spans, channels, taps, x_token, activation, threads;  // taps: inputs before the token's own
     const int64_t *starts, *lengths, *read, *write;               // by span: first token, tokens, slots
     const void *x, *weight, *bias;  // [T][channels], x_token elements apart; [taps + 1][channels]; [channels] or null
@@ -115,7 +115,7 @@ void convolve(const Convolution& c) {
         if (c.lengths[span] > STRETCH) keep_last<T>(c, span);
 }
 
-struct Rule {  // `_Rule` in recurrent.py is the same: the gated delta rule, or Mamba2's recurrence with k, q, v for its B, C, x
+struct Rule {  // `Rule` in recurrent.py is the same: the gated delta rule, or Mamba2's recurrence with k, q, v for its B, C, x
     int64_t spans, heads, groups, rows, columns, row_decays, normalize, q_token, k_token, v_token, threads;
     const int64_t *starts, *lengths, *read, *write;  // by span: first token, tokens, slots
     const float *decay, *strength;                   // [T][heads], or with row_decays decay is [T][heads][rows]; [T][heads]
@@ -307,7 +307,7 @@ void scan(const Scan& s) {
     });
 }
 
-struct GatedNorm {  // `_GatedNorm` in recurrent.py is the same
+struct GatedNorm {  // `GatedNorm` in recurrent.py is the same
     int64_t rows, groups, size;  // each row has `groups` groups of `size` elements, each with its own norm
     int64_t x_row, gate_row;     // elements from one row to the next
     int64_t gate_first;          // the gate comes before the norm, else after it
@@ -359,17 +359,19 @@ void gated_norm(const GatedNorm& n) {
     });
 }
 
-struct Gate {  // `_Gate` in recurrent.py is the same
-    int64_t rows, size, x_row, gate_row, threads;  // elements of a row, and from one row to the next
+struct Gate {  // `Gate` in recurrent.py is the same
+    int64_t rows, inner, size;          // each row has `inner` parts of `size` elements
+    int64_t x_row, gate_row, gate_inner;  // elements from one part of x to the next, and from one row and part of the gates to the next
+    int64_t threads;
     const void *x, *gate;
-    void* y;  // [rows][size]
+    void* y;  // [rows][inner][size]; may be x
 };
 
 // y = x * sigmoid(gate), both rounded.
 template <class T>
 void gate(const Gate& g) {
-    for_each(g.rows, g.rows * g.size > 8192 ? g.threads : 1, [&](int64_t row) {
-        const T *x = (const T*)g.x + row * g.x_row, *by = (const T*)g.gate + row * g.gate_row;
+    for_each(g.rows * g.inner, g.rows * g.inner * g.size > 8192 ? g.threads : 1, [&](int64_t row) {
+        const T *x = (const T*)g.x + row * g.x_row, *by = (const T*)g.gate + row / g.inner * g.gate_row + row % g.inner * g.gate_inner;
         for (int64_t i = 0; i < g.size; i += LANES) {
             const floats open = 1.0f / (1.0f + exp(-load_at(by, i, g.size)));
             store_at((T*)g.y + row * g.size, i, g.size, load_at(x, i, g.size) * rounded<T>(open));
@@ -377,8 +379,30 @@ void gate(const Gate& g) {
     });
 }
 
+struct DeltaGates {  // `DeltaGates` in recurrent.py is the same
+    int64_t tokens, heads, token, threads;  // elements from one token of b and a to the next
+    const void *b, *a;                      // [heads] of a token
+    const float *rate, *bias;               // [heads]
+    float *decay, *strength;                // [tokens][heads]
+};
+
+// strength = sigmoid(b), rounded to T; decay = e^(rate * softplus(a + bias)). One by one: there are few.
+template <class T>
+void delta_gates(const DeltaGates& g) {
+    for_each(g.tokens, g.tokens * g.heads > 1024 ? g.threads : 1, [&](int64_t t) {
+        const T *b = (const T*)g.b + t * g.token, *a = (const T*)g.a + t * g.token;
+        for (int64_t h = 0; h < g.heads; h++) {
+            const float x = to_float(a[h]) + g.bias[h];
+            g.decay[t * g.heads + h] = std::exp(g.rate[h] * (x > 20 ? x : std::log1p(std::exp(x))));
+            g.strength[t * g.heads + h] = rounded<T>(splat(1 / (1 + std::exp(-to_float(b[h])))))[0];
+        }
+    });
+}
+
 }  // namespace
 
+EXPORT void batchgen_delta_gates_float32(const DeltaGates* g) { delta_gates<float>(*g); }
+EXPORT void batchgen_delta_gates_bfloat16(const DeltaGates* g) { delta_gates<bf16>(*g); }
 EXPORT void batchgen_gate_float32(const Gate* g) { gate<float>(*g); }
 EXPORT void batchgen_gate_bfloat16(const Gate* g) { gate<bf16>(*g); }
 EXPORT void batchgen_gated_norm_float32(const GatedNorm* n) { gated_norm<float, float>(*n); }
