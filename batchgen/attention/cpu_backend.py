@@ -59,7 +59,7 @@ class _Layer(ctypes.Structure):
         *integers("heads", "kv_heads", "size", "v_size", "num_blocks", "sliding_window"),
         *integers("q_head", "q_token", "k_head", "k_token", "v_head", "v_token"),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
-        *pointers("sinks", "q", "k", "v", "keys", "values", "out", "wanted"),
+        *pointers("sinks", "q", "k", "v", "keys", "values", "out", "rows"),
     ]
 
 
@@ -109,8 +109,9 @@ class PackedAttention:
         self._plans: dict[tuple[int, bool], _Plan] = {}  # by the size of a tile and `LayerOptions.causal`
         self._narrowed = None if narrowed is None else narrowed[0]
         self._wanted = np.arange(0) if narrowed is None else narrowed[1]
-        self._is_wanted = np.zeros(split.num_tokens, dtype=np.bool_)
-        self._is_wanted[self._wanted] = True
+        self._rows = np.full((2, split.num_tokens), -1, dtype=np.int32)
+        """The rows of the wanted tokens: among all, and among themselves."""
+        self._rows[:, self._wanted] = self._wanted, np.arange(len(self._wanted))
 
     def wanted(self, layer: int) -> torch.Tensor | None:
         """Returns the places in the step of the tokens whose results of a layer are wanted; None if all are.
@@ -130,24 +131,26 @@ class PackedAttention:
         If the queries are those of the wanted tokens alone, so is the output.
         """
         wanted = self.wanted(layer)
-        if wanted is not None and q_HTD.shape[1] < k_KTD.shape[1]:
-            every_HTD = q_HTD.new_zeros((q_HTD.shape[0], k_KTD.shape[1], q_HTD.shape[2])).index_copy_(1, wanted, q_HTD)
-            return self(layer, every_HTD, k_KTD, v_KTV, options).index_select(0, wanted)
         q, k, v = map(adjacent, (q_HTD, k_KTD, v_KTV))
         out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
-        if wanted is not None:
+        compact = wanted is not None and q.shape[1] < k.shape[1]
+        if wanted is not None and not compact:
             out.zero_()
         heads = Heads.of(q), Heads.of(k), Heads.of(v)
-        prepared = self.prepared(layer, heads, out.data_ptr(), q.dtype, options)
+        prepared = self.prepared(layer, heads, out.data_ptr(), q.dtype, options, compact)
         self.take_over(prepared)
         prepared.call.run()
         return out
 
     def prepared(
-        self, layer: int, heads: tuple[Heads, Heads, Heads], out: int, dtype: torch.dtype, options: LayerOptions
-    ) -> LayerAttention:
-        """Returns one layer's attention in any step with this cache, with the step's tokens at these places. `out`: address for the output [T, H, V]."""
-        return LayerAttention(self.cache, layer, heads, out, options, dtype)
+        self, layer: int, heads: tuple[Heads, Heads, Heads], out: int, dtype: torch.dtype, options: LayerOptions, compact: bool = False
+    ) -> LayerAttention:  # fmt: skip
+        """Returns one layer's attention in any step with this cache, with the step's tokens at these places.
+
+        `out`: address for the output [T, H, V]. Keys and values at 0 are those of an earlier layer. `compact`: queries and the output are
+        those of the wanted tokens alone.
+        """
+        return LayerAttention(self.cache, layer, heads, out, options, dtype, compact)
 
     def take_over(self, prepared: LayerAttention) -> None:
         """Makes a layer's attention that of this step, which must be kept until it has run."""
@@ -157,18 +160,19 @@ class PackedAttention:
             positions, ends, *others = self._pointers
             ends = positions if prepared.causal else ends
             plan = self._plans[kind] = _Plan(*self._counts, prepared.tile, positions, ends, *others)
-        wanted = self._is_wanted.ctypes.data if self._is_narrowed(prepared.index) else None
-        prepared.set_step(ctypes.addressof(plan), wanted)
+        rows = self._rows[int(prepared.compact)].ctypes.data if self._is_narrowed(prepared.index) else None
+        prepared.set_step(ctypes.addressof(plan), rows)
 
 
 class LayerAttention:
     """The kernel's arguments for one layer."""
 
     def __init__(
-        self, cache: KVCache, index: int, heads: tuple[Heads, Heads, Heads], out: int, options: LayerOptions, dtype: torch.dtype
+        self, cache: KVCache, index: int, heads: tuple[Heads, Heads, Heads], out: int, options: LayerOptions, dtype: torch.dtype,
+        compact: bool = False,
     ) -> None:  # fmt: skip
         q, k, v = heads
-        self.index, self.causal = index, options.causal
+        self.index, self.causal, self.compact = index, options.causal, compact
         self.tile = max(1, TILE_ROWS * k.heads // q.heads)
         self._sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
         self._layer = _Layer(
@@ -179,9 +183,9 @@ class LayerAttention:
         )  # fmt: skip
         self.call = Call(kernel("attention", dtype), self._layer)
 
-    def set_step(self, plan: int, wanted: int | None) -> None:
-        """Sets what depends on the step: the addresses of its plan, and of a flag for each token if only some results are wanted."""
-        self._layer.plan, self._layer.threads, self._layer.wanted = plan, torch.get_num_threads(), wanted
+    def set_step(self, plan: int, rows: int | None = None) -> None:
+        """Sets what depends on the step: the addresses of its plan, and of each query's row if only some results are wanted."""
+        self._layer.plan, self._layer.threads, self._layer.rows = plan, torch.get_num_threads(), rows
 
 
 def attend_to_first(
@@ -202,6 +206,6 @@ def attend_to_first(
     chunks = np.array([0, 0, tokens, 0], dtype=np.int32)  # one, which has no keys of its own
     arrays = (places, ends, places, shared, chunks, chunks, chunks)
     plan = _Plan(tokens, ENCODER_BLOCK, 1, 1, layer.tile, *(array.ctypes.data for array in arrays))
-    layer.set_step(ctypes.addressof(plan), None)
+    layer.set_step(ctypes.addressof(plan))
     layer.call.run()
     return out

@@ -7,6 +7,7 @@ running its attention once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from types import MethodType
@@ -21,16 +22,18 @@ from batchgen.kernels.dense_layer import (
     DenseStack,
     GatedDelta,
     LayerNorms,
+    OwnInput,
     Workspace,
     in_one_call,
     joined,
     stack_forward,
 )
-from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, FusedRotary
+from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, FusedRotary, eps_of
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
 from batchgen.kernels.recognition import CACHES, Code, code_of, has_cache
 from batchgen.kernels.recurrent import ACTIVATIONS, can_gate, sigmoid_gate
+from batchgen.kernels.replacing import ACTIVATIONS as BY_TYPE
 from batchgen.kernels.replacing import Around, can_fuse, known_code, own_forward
 from batchgen.kernels.whole_vectors import filled
 
@@ -64,6 +67,17 @@ def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> None:
             module.forward = MethodType(by_parts, module)
     for module in model.modules():
         _fuse_stack(module, workspace)
+    _share_in_all_or_none(model)
+    for module in model.modules():
+        _narrow_again(module)
+
+
+def _share_in_all_or_none(model: torch.nn.Module) -> None:
+    """Layers that share keys and values run all in one call or none: the call keeps no keys and values for the parts of others."""
+    layers = [m for m in model.modules() if code_of(type(m).forward, type(m)) is Code.SCALED_LAYER_OF_FOUR_NORMS]
+    if not all("dense" in layer.__dict__ for layer in layers):
+        for layer in layers:
+            _unfuse(layer)
 
 
 def unfuse_layers(model: torch.nn.Module) -> None:
@@ -71,9 +85,17 @@ def unfuse_layers(model: torch.nn.Module) -> None:
     by_parts = {kind.by_parts for kind in _KINDS.values()} - {None}
     for module in model.modules():
         forward = getattr(module.__dict__.get("forward"), "__func__", None)
-        if forward in by_parts or not module.__dict__.keys().isdisjoint(("dense", "stack")):
-            for name in ("dense", "stack", "forward"):
-                module.__dict__.pop(name, None)
+        if (
+            forward in by_parts
+            or "narrowed_at" in module.__dict__
+            or not module.__dict__.keys().isdisjoint(("dense", "stack"))
+        ):
+            _unfuse(module)
+
+
+def _unfuse(module: torch.nn.Module) -> None:
+    for name in ("dense", "stack", "forward"):
+        module.__dict__.pop(name, None)
 
 
 def narrow_layers(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recurrent: Collection[int]) -> int | None:
@@ -87,10 +109,9 @@ def narrow_layers(model: torch.nn.Module, attending: Mapping[int, KeepsKV], recu
     layers: list[Any] = [m for m in model.modules() if getattr(m._modules.get("self_attn"), "layer_idx", None) in tail]
     if tail and len(layers) == len(tail):
         for layer in layers:
-            index, forward = layer.self_attn.layer_idx, getattr(layer.__dict__.get("forward"), "__func__", None)
-            if getattr(forward, "__name__", "") != "narrow_forward":
-                whole = type(layer).forward if forward is None else forward
-                layer.forward = MethodType(_narrow(whole, first=index == tail[0], last=index == tail[-1]), layer)
+            index = layer.self_attn.layer_idx
+            layer.narrowed_at = index == tail[0], index == tail[-1]
+            _narrow_again(layer)
         return tail[0]
     stacks = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and any(map(_can_narrow, part))]
     if len(stacks) != 1 or not _can_narrow(stacks[0][-1]):
@@ -105,6 +126,14 @@ def _without_own_kv(attending: Mapping[int, KeepsKV], recurrent: Collection[int]
     own = [layer for layer, kept in attending.items() if kept.same_as is None]
     last = max([*own, *recurrent], default=-1)
     return sorted(layer for layer in attending if layer > last)
+
+
+def _narrow_again(layer: Any) -> None:
+    """Gives a layer that `narrow_layers` has narrowed its forward for the tokens that are wanted, if it has another one."""
+    forward = getattr(layer.__dict__.get("forward"), "__func__", None)
+    if "narrowed_at" in layer.__dict__ and getattr(forward, "__name__", "") != "narrow_forward":
+        whole = type(layer).forward if forward is None else forward
+        layer.forward = MethodType(_narrow(whole, *layer.narrowed_at), layer)
 
 
 def _narrow(whole: Callable[..., torch.Tensor], first: bool, last: bool) -> Callable[..., torch.Tensor]:
@@ -164,21 +193,34 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
     """
     mixer: Any = layer._modules.get("self_attn", layer._modules.get("linear_attn"))
     mlp: FusedMLP | None = layer.mlp if isinstance(layer.mlp, FusedMLP) else None
-    if mlp is None and names is not _TWO_NORMS:
+    if (mlp is None and names is not _TWO_NORMS) or getattr(layer, "enable_moe_block", False):
+        return None
+    if type(getattr(layer, "act_fn", None)) not in (*BY_TYPE, type(None)):
         return None
     norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
     parts = _parts_of(mixer)
     of_mlp = [] if mlp is None else [mlp.gate_up, mlp.down]
-    if parts is None or not _run_as_kernels([*parts.alike, parts.o, *of_mlp], [*norms, *parts.head_norms]):
-        return None
-    if not all(isinstance(part, PackedLinear) and part.dtype == parts.o.dtype for part in parts.more):
+    own = _own_input(layer)
+    if parts is None or not _run_as_kernels(
+        [*parts.alike, parts.o, *of_mlp],
+        [*parts.more, *([] if own is None else [own.gate, own.projection])],
+        [*norms, *parts.head_norms, None if own is None else own.norm],
+    ):
         return None
     made = _attention(mixer, parts) if "self_attn" in layer._modules else _gated_delta(mixer, parts)
     if made is None or sum(part.out_features for part in (*parts.alike, *parts.more)) != made.widths[0]:
         return None
     return DenseLayer(
-        mixer.layer_idx, norms, [*joined(parts.alike), *parts.more], made, parts.o, mlp, _multiplier(layer)
-    )
+        mixer.layer_idx, norms, [*joined(parts.alike), *parts.more], made, parts.o, mlp, own,
+        by=_multiplier(layer), times=float(getattr(layer, "layer_scalar", 1.0)),
+    )  # fmt: skip
+
+
+def _own_input(layer: Any) -> OwnInput | None:
+    if not hasattr(layer, "per_layer_input_gate"):
+        return None
+    activation = BY_TYPE[type(layer.act_fn)]
+    return OwnInput(layer.per_layer_input_gate, activation, layer.per_layer_projection, layer.post_per_layer_input_norm)
 
 
 class _Parts(NamedTuple):
@@ -187,7 +229,7 @@ class _Parts(NamedTuple):
     alike: list[Any]
     """Linear layers that read the mixer's input, which may be joined."""
     more: list[Any]
-    """Small ones after them, which stay in 16 or 32 bits where those are in 8."""
+    """Small ones after them, which may be packed in another way."""
     o: Any
     head_norms: list[Any]
 
@@ -202,12 +244,13 @@ def _parts_of(mixer: Any) -> _Parts | None:
     if code not in _ATTENTION or "fused_rotary" not in mixer.__dict__:
         return None
     fused = hasattr(mixer, "qkv_proj")
-    inputs = [mixer.qkv_proj] if fused else [mixer.q_proj, mixer.k_proj, mixer.v_proj]
+    names = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
+    inputs = [part for part in (getattr(mixer, name, None) for name in names) if part is not None]
     head_norms = [getattr(mixer, name) for name in ("q_norm", "k_norm") if hasattr(mixer, name)]
     return _Parts(inputs, [], mixer.o_proj, head_norms)
 
 
-_ATTENTION = (Code.ATTENTION, Code.SCALED_ATTENTION, Code.GATED_ATTENTION)
+_ATTENTION = (Code.ATTENTION, Code.SCALED_ATTENTION, Code.GATED_ATTENTION, Code.SHARING_ATTENTION)
 
 
 def _attention(module: Any, parts: _Parts) -> Attention | None:
@@ -220,11 +263,18 @@ def _attention(module: Any, parts: _Parts) -> Attention | None:
     scaled = (
         module.config.rope_parameters["original_max_position_embeddings"] if code is Code.SCALED_ATTENTION else None
     )
-    if v_KTV.shape != k_KTD.shape:
+    size = q_HTD.shape[2]
+    value_norm: Any = getattr(module, "v_norm", None)
+    if v_KTV.shape != k_KTD.shape or (
+        value_norm is not None and (code is not Code.SHARING_ATTENTION or known_code(value_norm) is not Code.NORM)
+    ):
         return None
+    if value_norm is not None:
+        value_norm = FusedNorm(torch.ones(size, dtype=q_HTD.dtype), 0.0, eps_of(value_norm), rounds_first=False)
     return Attention(
-        len(q_HTD), len(k_KTD), q_HTD.shape[2], options, parts.head_norms, code is Code.GATED_ATTENTION,
+        len(q_HTD), len(k_KTD), size, options, parts.head_norms, code is Code.GATED_ATTENTION,
         turns=not bool(q_HTD.any() or k_KTD.any()), float32_cos=rotary.keeps_type, of_halves=rotary.of_halves, scaled_from=scaled,
+        value_norm=value_norm, made=3 if hasattr(module, "qkv_proj") else len(parts.alike),
     )  # fmt: skip
 
 
@@ -246,12 +296,16 @@ def _gated_delta(module: Any, parts: _Parts) -> GatedDelta | None:
     )  # fmt: skip
 
 
-def _run_as_kernels(linear: list[Any], norms: list[Any]) -> bool:
-    """Whether a layer's linear layers are packed for one kernel and its norms (which may be None) are kernels, all in one type."""
+def _run_as_kernels(linear: list[Any], small: list[Any], norms: list[Any]) -> bool:
+    """Whether a layer's linear layers are packed for one kernel and its norms (which may be None) are kernels, all in one type.
+
+    `small`: linear layers that may be packed in another way than the others.
+    """
     return (
         type(linear[0]) in (PackedLinear, Int8Linear)
         and all(type(part) is type(linear[0]) for part in linear)
         and len({(part.dtype, part.kind) for part in linear}) == 1
+        and all(type(part) in (PackedLinear, type(linear[0])) and part.dtype == linear[0].dtype for part in small)
         and all(isinstance(norm, FusedNorm) and norm.dtype == linear[0].dtype for norm in norms if norm is not None)
     )
 
@@ -279,9 +333,14 @@ def _asked_of_attention(
     x = torch.ones(1, 1, first.in_features, dtype=first.dtype)
     width = attention.head_dim // 2 if rotary.of_halves else attention.head_dim
     cos = torch.zeros(1, 1, width, dtype=first.dtype)
+    more: dict[str, Any] = {}
+    if code_of(type(attention).forward, type(attention)) is Code.SHARING_ATTENTION:
+        heads = attention.q_proj.out_features // attention.head_dim // attention.num_key_value_groups
+        given = torch.zeros(1, heads, 1, attention.head_dim, dtype=first.dtype)
+        more["shared_kv_states"] = defaultdict(lambda: (given, given))
     attention(
         hidden_states=x, position_embeddings=(cos, cos), attention_mask=None, step_attention=asked,
-        position_ids=torch.zeros(1, 1, dtype=torch.int64),
+        position_ids=torch.zeros(1, 1, dtype=torch.int64), **more,
     )  # fmt: skip
     return asked.given
 
@@ -412,6 +471,7 @@ _KINDS = {
     Code.LAYER: _Kind(_TWO_NORMS, _plain_layer),
     Code.LAYER_WITH_DROPOUT: _Kind(_TWO_NORMS),
     Code.LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
+    Code.SCALED_LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
     Code.LAYER_OF_LATE_NORMS: _Kind(_LATE_NORMS),
     Code.HYBRID_LAYER: _Kind(_TWO_NORMS, _plain_layer),
     Code.GRANITE_LAYER: _Kind(None, _granite_hybrid_layer),

@@ -47,7 +47,13 @@ class Attends(Protocol):
     positions: NDArray[np.int64]
 
     def prepared(
-        self, layer: int, heads: tuple[Heads, Heads, Heads], out: int, dtype: torch.dtype, options: Any
+        self,
+        layer: int,
+        heads: tuple[Heads, Heads, Heads],
+        out: int,
+        dtype: torch.dtype,
+        options: Any,
+        compact: bool = False,
     ) -> AttentionCall: ...
 
     def take_over(self, prepared: Any) -> None: ...
@@ -132,12 +138,21 @@ class Attention:
     """Whether a layer gets cos and sin of half a head."""
     scaled_from: int | None
     """The position from which queries are scaled, which is not done here."""
+    value_norm: FusedNorm | None
+    """Of each head of values, if they have one."""
+    made: int
+    """How many of q, k and v the linear layers make. With two, values are the keys before their norm; with one, both are those of an earlier layer."""
+
+    @property
+    def own_kv(self) -> bool:
+        """Whether the layer has keys and values of its own."""
+        return self.made > 1
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """The numbers a token of the linear layers' outputs, of queries, of keys, and of attention's output."""
+        """The numbers a token of the linear layers' outputs, of queries, of keys and values with norms, and of attention's output."""
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
-        return q * (1 + self.gated) + 2 * kv, q, kv, q
+        return q * (1 + self.gated) + (self.made - 1) * kv, q, kv * (1 if self.value_norm is None else 2), q
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,10 +185,20 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, eq=False)
+class OwnInput:
+    """What a layer's own input p adds to its output s: norm(projection(act(gate(s)) * p))."""
+
+    gate: Linear
+    activation: int
+    projection: Linear
+    norm: FusedNorm
+
+
+@dataclass(frozen=True, eq=False)
 class DenseLayer:
     """s = x + o(mixer(inputs(norm(x)))) and norm(s), then s + down(act(gate(norm(s))) * up(norm(s))), with the norms that the layer has.
 
-    What is added to x and to s is multiplied by `by` before.
+    What is added to x and to s is multiplied by `by` before, and the output by `times`.
     """
 
     index: int
@@ -184,7 +209,9 @@ class DenseLayer:
     o: Linear
     mlp: FusedMLP | None
     """None if the layer ends before its MLP."""
-    by: float
+    own_input: OwnInput | None = None
+    by: float = 1.0
+    times: float = 1.0
 
 
 class Workspace:
@@ -254,9 +281,14 @@ class DenseStack:
             and cos.shape[2] % 2 == 0
         )
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> torch.Tensor:
-        """Returns the output for x [1, T, hidden], which `takes` must accept. Rows that `attention` does not want of the last layer are 0."""
-        out, wanted = self._run(x, cos, sin, attention)
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends, own_input: torch.Tensor | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the output for x [1, T, hidden], which `takes` must accept. Rows that `attention` does not want of the last layer are 0.
+
+        A layer without keys and values of its own gets the x of the wanted tokens alone. `own_input` [1, T, P]: of the only layer.
+        """
+        out, wanted = self._run(x, cos, sin, attention, own_input=own_input)
         return out if wanted is None else torch.zeros_like(x).index_copy_(1, wanted, out)
 
     def before_mlp(
@@ -268,10 +300,19 @@ class DenseStack:
         return out, normed[:, : out.shape[1]], wanted
 
     def _run(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends, normed: torch.Tensor | None = None
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends, normed: torch.Tensor | None = None,
+        own_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """Returns the output [1, W, hidden] of the tokens that are wanted, and their places. `normed`: memory for its norm, in a layer without MLP."""
-        wanted = attention.wanted(self.layers[-1].index)
+        """Returns the output [1, W, hidden] of the tokens that are wanted, and their places; None if these are all of x.
+
+        `normed`: memory for its norm, in a layer without MLP.
+        """
+        last = self.layers[-1]
+        wanted = attention.wanted(last.index)
+        if isinstance(last.mixer, Attention) and not last.mixer.own_kv:
+            wanted = None  # x has no other tokens
+        if wanted is not None and own_input is not None:
+            own_input = own_input.index_select(1, wanted)
         rows = x.shape[1]
         if rows > self._rows:
             self._prepared.clear()
@@ -298,6 +339,8 @@ class DenseStack:
                 _Now.COS: cos.data_ptr(),
                 _Now.SIN: sin.data_ptr(),
                 _Now.WANTED: 0 if wanted is None else wanted.data_ptr(),
+                _Now.OWN: 0 if own_input is None else own_input.data_ptr(),
+                _Now.OWN_ROW: 0 if own_input is None else own_input.stride(1),
             },
         )
         return out, wanted
@@ -311,7 +354,7 @@ def in_one_call(
     `rest`: of a layer that ends before its MLP, the rest, which gets the layer, its inputs and what `DenseStack.before_mlp` returns.
     """
 
-    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self: Any, hidden_states: torch.Tensor, *own: Any, **kwargs: Any) -> torch.Tensor:
         attention: Any = kwargs.get("step_attention")
         if hasattr(attention, "prepared") and kwargs.get("attention_mask") is None and not has_cache(kwargs):
             dense: DenseStack = self.dense
@@ -320,9 +363,9 @@ def in_one_call(
                 cos, sin = of_both_halves(cos, sin)
             if dense.takes(hidden_states, cos, sin, attention):
                 if rest is None:
-                    return dense(hidden_states, cos, sin, attention)
+                    return dense(hidden_states, cos, sin, attention, *own)
                 return rest(self, hidden_states, *dense.before_mlp(hidden_states, cos, sin, attention))
-        return by_parts(self, hidden_states, **kwargs)
+        return by_parts(self, hidden_states, *own, **kwargs)
 
     return forward
 
@@ -361,9 +404,11 @@ def _widths(layer: DenseLayer) -> tuple[int, ...]:
     """Returns the numbers a token of each result between the kernels (`_LayerResults`)."""
     hidden = layer.o.out_features
     mlp: list[Any] = [] if layer.mlp is None else [layer.mlp.gate_up, layer.mlp.down]
-    adapters = [part.adapter for part in (*layer.inputs, layer.o, *mlp)]
+    own: list[Any] = [] if layer.own_input is None else [layer.own_input.gate, layer.own_input.projection]
+    adapters = [part.adapter for part in (*layer.inputs, layer.o, *mlp, *own)]
     low = max((each.down.out_features for each in adapters if each is not None), default=0)
-    return hidden, hidden, *layer.mixer.widths, hidden, hidden, mlp[0].out_features if mlp else 0, low
+    gated = max((part.out_features for part in (*mlp[:1], *own[:1])), default=0)
+    return hidden, hidden, *layer.mixer.widths, hidden, hidden, gated, low
 
 
 class _LayerResults(NamedTuple):
@@ -377,7 +422,7 @@ class _LayerResults(NamedTuple):
     q: int
     """Or what was convolved."""
     k: int
-    """Or decays and strengths."""
+    """And values, if they have a norm. Or decays and strengths."""
     mixed: int
     more: int
     """What is added to the residual."""
@@ -399,6 +444,9 @@ class _Now(Enum):
     COS = auto()
     SIN = auto()
     WANTED = auto()
+    OWN = auto()
+    """Of the layer's own input, and from one row to the next."""
+    OWN_ROW = auto()
 
 
 _Place = int | _Now
@@ -453,15 +501,18 @@ class _Prepared:
             self._product(up, y, at.gated, up.out_features, at)
             self._product(down, at.gated, at.more, hidden, at)
             y = self._norm_of(layer.norms.after_mlp, at.more, at.normed)
+            total = at.total
+            if layer.own_input is not None:
+                y, total = self._add_own_input(layer, layer.own_input, y, at), at.residual
             if i + 1 < len(layers):
                 following = layers[i + 1]
                 norm = following.norms.before_attention
-                y = self._norm_of_sum(layer, norm, at.total, y, at.residual, at.normed, following.inputs[0])
+                y = self._norm_of_sum(layer, norm, total, y, at.residual, at.normed, following.inputs[0], layer.times)
                 residual = at.residual
             elif stack.norm is None:
-                self._norm_of_sum(layer, None, at.total, y, _Now.OUT, at.normed)
+                self._norm_of_sum(layer, None, total, y, _Now.OUT, at.normed, times=layer.times)
             else:
-                self._norm_of_sum(layer, stack.norm, at.total, y, at.residual, _Now.OUT)
+                self._norm_of_sum(layer, stack.norm, total, y, at.residual, _Now.OUT, times=layer.times)
         self._calls = Calls(self._added)
 
     def run(self, attention: Attends, now: dict[_Now, int]) -> None:
@@ -485,13 +536,19 @@ class _Prepared:
         self._added.append(call)
 
     def _attend(self, index: int, mixer: Attention, at: _LayerResults, attention: Attends) -> int:
-        """Adds the norms and rotary embeddings of q and k, attention, and its gate. Returns where the output is."""
+        """Adds the norms and rotary embeddings of q, k and v, attention, and its gate. Returns where the output is."""
         size, bytes_ = mixer.head_size, self._dtype.itemsize
-        row, q_width, kv_width, _ = mixer.widths
+        row, q_width, *_ = mixer.widths
+        kv_heads, kv_width = mixer.kv_heads * mixer.own_kv, mixer.kv_heads * size
         apart = size * (1 + mixer.gated)
-        keys, values = (at.inputs + before * bytes_ for before in (row - 2 * kv_width, row - kv_width))
-        plain = Heads(at.inputs, mixer.heads, size, apart, row), Heads(keys, mixer.kv_heads, size, size, row)
-        turned = Heads(at.q, mixer.heads, size, size, q_width), Heads(at.k, mixer.kv_heads, size, size, kv_width)
+        keys = at.inputs + apart * mixer.heads * bytes_
+        values = Heads(keys + (mixer.made - 2) * kv_width * bytes_, kv_heads, size, size, row)
+        plain = Heads(at.inputs, mixer.heads, size, apart, row), Heads(keys, kv_heads, size, size, row)
+        turned = Heads(at.q, mixer.heads, size, size, q_width), Heads(at.k, kv_heads, size, size, kv_width)
+        if mixer.value_norm is not None:
+            place = Heads(at.k + kv_width * self._most_rows * bytes_, kv_heads, size, size, kv_width)
+            self._norm(mixer.value_norm, kv_heads, size, row, x=values.at, y=place.at)
+            values = place
         for norm, of, place in zip(mixer.head_norms, plain, turned, strict=False):
             width = len(norm.factor)
             self._norm(
@@ -501,8 +558,10 @@ class _Prepared:
         if mixer.turns:
             self._rotary(heads, turned)
             heads = turned
-        all_heads = *heads, Heads(values, mixer.kv_heads, size, size, row)
-        prepared = attention.prepared(index, all_heads, at.mixed, self._dtype, mixer.options)
+        q, k = heads
+        if not mixer.own_kv:
+            k = values = Heads(0, mixer.kv_heads, size, size, 0)
+        prepared = attention.prepared(index, (q, k, values), at.mixed, self._dtype, mixer.options, not mixer.own_kv)
         self._attentions.append(prepared)
         self._added.append(prepared.call)
         if mixer.gated:
@@ -545,6 +604,20 @@ class _Prepared:
             sigmoid=norm.sigmoid, rounds=norm.rounds, weight=mixer.factor.data_ptr(), x=at.mixed, gate=gates, y=at.q,
         )  # fmt: skip
         return at.q
+
+    def _add_own_input(self, layer: DenseLayer, of: OwnInput, y: _Place, at: _LayerResults) -> _Place:
+        """Adds the sum of the residual and y, into the residual's place, and what the layer's own input adds to it. Returns where that is."""
+        x = self._norm_of_sum(layer, None, at.total, y, at.residual, at.normed)
+        width, hidden = of.gate.out_features, layer.o.out_features
+        self._product(of.gate, x, at.gated, width, at)
+        self._add(
+            Call(kernel("gate", self._dtype), Gate(threads=self._threads)),
+            rows=self._rows, inner=1, size=width, x_row=_Now.OWN_ROW, gate_row=width, activation=of.activation,
+            x=_Now.OWN, gate=at.gated, y=at.gated,
+        )  # fmt: skip
+        self._quantized = None  # the numbers at `gated` before
+        self._product(of.projection, at.gated, at.more, hidden, at)
+        return self._norm_of(of.norm, at.more, at.normed)
 
     def _take_wanted(self, layer: DenseLayer, residual: _Place, at: _LayerResults) -> tuple[int, int]:
         """Adds copies of the wanted rows of the residual and of attention's output, of which kernels that follow run. Returns where they are."""
@@ -597,10 +670,11 @@ class _Prepared:
         total: _Place,
         y: _Place,
         read: Linear | None = None,
+        times: float = 1.0,
     ) -> _Place:
         """Adds a layer's sum of the rows at x and `more`, into `total`, and its norm, into y. Returns where the result is: `total` without a norm."""
-        size = layer.o.out_features
-        self._norm(of, 1, size, size, read, layer.by, x=x, more=more, sum=total, y=None if of is None else y)
+        size, to = layer.o.out_features, None if of is None else y
+        self._norm(of, 1, size, size, read, x=x, more=more, sum=total, y=to, by=layer.by, times=times)
         return total if of is None else y
 
     def _norm(
@@ -610,21 +684,20 @@ class _Prepared:
         size: int,
         x_row: int,
         read: Linear | None = None,
-        by: float = 1.0,
-        x_inner: int | None = None,
-        **places: _Place | None,
+        **given: Any,
     ) -> None:
-        fields: dict[str, Any] = dict(places)
+        """Adds a kernel for norms of `inner` rows of `size` numbers in each of `x_row`, and for sums. `given`: other fields of its argument."""
+        fields: dict[str, Any] = {"x_inner": size} | given
         if of is not None:
             fields |= {"rounds_first": of.rounds_first, "eps": of.eps, "weight": of.factor.data_ptr()}
             self._quantized = None  # the numbers at y before
             if isinstance(read, Int8Linear):
                 rows = self._in_8_bits
                 fields |= {"q": rows.values.data_ptr(), "scales": rows.scales.data_ptr(), "q_row": row_length(size)}
-                self._quantized = places["y"]
+                self._quantized = given["y"]
         self._add(
-            Call(kernel("norm", self._dtype), NormArguments(threads=self._threads, by=by)),
-            outer=self._rows, inner=inner, size=size, x_outer=x_row, x_inner=x_inner or size, **fields,
+            Call(kernel("norm", self._dtype), NormArguments(threads=self._threads)),
+            outer=self._rows, inner=inner, size=size, x_outer=x_row, **fields,
         )  # fmt: skip
 
     def _rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from batchgen.kernels.fusion import OF_MLPS, eps_of, fuse_rotary, norm_of
+from batchgen.kernels.fusion import OF_MLPS, FusedRotaryOfOne, eps_of, fuse_rotary, norm_of
 from batchgen.kernels.ops import Activation, can_rotate
 from batchgen.kernels.recognition import Code
 from batchgen.kernels.replacing import ACTIVATIONS, is_plain, known_code, own_forward, replace_parts
@@ -45,7 +45,9 @@ def fuse_on_device(model: torch.nn.Module) -> None:
     replace_parts(model, _norm_on_device)
     replace_parts(model, _mlp_on_device)
     _join_projections(model)
-    fuse_rotary(model, rotated, lambda _: True)  # after this the code of an attention is batchgen's own
+    fuse_rotary(
+        model, rotated, lambda fused: not isinstance(fused, FusedRotaryOfOne)
+    )  # after this the code of an attention is batchgen's own
 
 
 class DeviceNorm(torch.nn.Module):

@@ -394,10 +394,11 @@ def fuse_rotary(model: torch.nn.Module, rotate: Callable[..., Any], agrees: Call
         plain = forward.__globals__[_ROTARY]
         if plain not in made:
             code = code_of(plain)
-            found = FusedRotary(
+            kind = FusedRotaryOfOne if code is Code.ROTARY_OF_ONE else FusedRotary
+            found = kind(
                 plain, rotate, keeps_type=code is Code.ROTARY_KEEPS_TYPE, of_halves=code is Code.ROTARY_OF_HALVES
             )
-            known = code in (Code.ROTARY, Code.ROTARY_KEEPS_TYPE, Code.ROTARY_OF_HALVES)
+            known = code in (Code.ROTARY, Code.ROTARY_KEEPS_TYPE, Code.ROTARY_OF_HALVES, Code.ROTARY_OF_ONE)
             made[plain] = found if known and agrees(found) else None
         fused = made[plain]
         if fused is not None:
@@ -440,7 +441,28 @@ class FusedRotary:
         for dtype in DTYPES:
             q, k = (random_numbers(generator, 1, heads, 3, 40).to(dtype) for heads in (4, 2))
             cos, sin = (random_numbers(generator, 1, 3, 20 if self.of_halves else 40).to(dtype) for _ in range(2))
-            pairs = zip(self(q, k, cos, sin), self.plain(q, k, cos, sin), strict=True)
-            if not all(near(ours, theirs, NEAR[dtype]) for ours, theirs in pairs):
+            if not self._agrees_on(q, k, cos, sin):
                 return False
         return True
+
+    def _agrees_on(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        pairs = zip(self(q, k, cos, sin), self.plain(q, k, cos, sin), strict=True)
+        return all(near(ours, theirs, NEAR[q.dtype]) for ours, theirs in pairs)
+
+
+class FusedRotaryOfOne(FusedRotary):
+    """The same of queries or keys alone."""
+
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:  # type: ignore[override]
+        if unsqueeze_dim in (1, 2) and cos.dtype == x.dtype:
+            heads = x if unsqueeze_dim == 1 else x.transpose(1, 2)
+            turned = self.rotate(heads, heads[:, :0], cos, sin)
+            if turned is not None:
+                return turned[0] if unsqueeze_dim == 1 else turned[0].transpose(1, 2)
+        return self.plain(x, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    def _agrees_on(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        return all(
+            near(self(x, cos, sin, unsqueeze_dim), self.plain(x, cos, sin, unsqueeze_dim), NEAR[q.dtype])
+            for x, unsqueeze_dim in ((q, 1), (k.transpose(1, 2), 2))
+        )

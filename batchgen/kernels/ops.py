@@ -86,10 +86,11 @@ class NormArguments(ctypes.Structure):
         *pointers("weight", "x", "y", "more", "sum", "q", "scales"),
         ("q_row", ctypes.c_int64),
         ("by", ctypes.c_double),
+        ("times", ctypes.c_double),
     )
 
-    def __init__(self, *fields: Any, by: float = 1.0, **named: Any) -> None:
-        super().__init__(*fields, by=by, **named)
+    def __init__(self, *fields: Any, by: float = 1.0, times: float = 1.0, **named: Any) -> None:
+        super().__init__(*fields, by=by, times=times, **named)
 
 
 class _Sampling(ctypes.Structure):

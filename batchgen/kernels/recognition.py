@@ -35,6 +35,8 @@ class Code(Enum):
     """The same; results have the types of queries and keys, whatever the type of cos and sin."""
     ROTARY_OF_HALVES = auto()
     """`apply_rotary_pos_emb` with cos and sin of half a head, which are those of both halves."""
+    ROTARY_OF_ONE = auto()
+    """`apply_rotary_pos_emb` of queries or keys alone."""
     COS_AND_SIN = auto()
     """The cos and sin of positions."""
     LINEAR = auto()
@@ -60,6 +62,8 @@ class Code(Enum):
     """The same; queries are scaled from a position on."""
     GATED_ATTENTION = auto()
     """The same; half of what the projection of queries gives is a gate of the output."""
+    SHARING_ATTENTION = auto()
+    """The same; values have a norm, and a layer may use the keys and values of an earlier one, which it finds in `shared_kv_states`."""
     GATED_DELTA = auto()
     """Projections, a convolution, the gated delta rule, a gated norm, an output projection."""
     LAYER = auto()
@@ -68,6 +72,8 @@ class Code(Enum):
     """The same with dropouts, which do nothing when a model is used."""
     LAYER_OF_FOUR_NORMS = auto()
     """Norms before and after attention and the MLP."""
+    SCALED_LAYER_OF_FOUR_NORMS = auto()
+    """The same. Its output is multiplied by `layer_scalar`, after what an input of the layer's own adds if it has one."""
     LAYER_OF_LATE_NORMS = auto()
     """Norms after attention and the MLP."""
     HYBRID_LAYER = auto()
@@ -94,6 +100,7 @@ _KNOWN = {
     "03068fedcbc8f885": Code.ROTARY,  # GPT-NeoX, GLM 4 MoE, Qwen 3.5
     "8a9c4dda911b3a41": Code.ROTARY,  # Phi-3
     "962edf66cd3a7332": Code.ROTARY_OF_HALVES,  # gpt-oss
+    "11ef5357eb0ee968": Code.ROTARY_OF_ONE,  # Gemma 3n and 4
     "1c77ffd1b7f6ae23": Code.ROTARY_KEEPS_TYPE,  # OLMo, LFM3
     "a2172e70c3b28987": Code.COS_AND_SIN,  # most models
     "4ec9f0ed160cc55b": Code.COS_AND_SIN,  # most models in transformers 5.17
@@ -131,6 +138,8 @@ _KNOWN = {
     "64adb394eda65245": Code.SCALED_ATTENTION,  # Ministral 3
     "19d6949e09c1a15a": Code.SCALED_ATTENTION,  # Ministral 3 in transformers 5.17
     "c88a3ba18e7e705f": Code.GATED_ATTENTION,  # Qwen3-Next, Qwen 3.5
+    "e2881e848e511484": Code.SHARING_ATTENTION,  # Gemma 4
+    "82199718afd60307": Code.SHARING_ATTENTION,  # Gemma 4 in transformers 5.17
     "2c2da6422818ded6": Code.GATED_DELTA,  # Qwen 3.5
     "3c21e029420a7467": Code.GATED_DELTA,  # Qwen 3.5 in transformers 5.17
     "93d662d105ce35eb": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
@@ -139,6 +148,8 @@ _KNOWN = {
     "43a8ddae3485c461": Code.LAYER,  # Qwen 3 VL
     "a8ac7c75040156b4": Code.LAYER_WITH_DROPOUT,  # Phi-3
     "f8a1ca7b615c612e": Code.LAYER_OF_FOUR_NORMS,  # Gemma 2 and 3
+    "2e0f8e1722d87214": Code.SCALED_LAYER_OF_FOUR_NORMS,  # Gemma 4
+    "f1d1b172e280c62b": Code.SCALED_LAYER_OF_FOUR_NORMS,  # Gemma 4 without encoders
     "d69009bb0c0eab31": Code.LAYER_OF_LATE_NORMS,  # OLMo 2 and 3
     "13de1827d0dbf462": Code.LAYER,  # Granite
     "a1068c443353aaa9": Code.HYBRID_LAYER,  # Qwen 3.5 before transformers 5.24

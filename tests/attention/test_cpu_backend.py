@@ -42,8 +42,8 @@ def written(kernels, keys, values, kv_indices, block_size):
         k_head=keys.stride(0), k_token=keys.stride(1), v_head=values.stride(0), v_token=values.stride(1),
         k=keys.data_ptr(), v=values.data_ptr(), keys=cache.keys[0].data_ptr(), values=cache.values[0].data_ptr(),
     )  # fmt: skip
-    unwanted = np.zeros(count, dtype=np.bool_)  # of no token, so that nothing is read
-    what.wanted = unwanted.ctypes.data
+    unwanted = np.full(count, -1, dtype=np.int32)  # of no token, so that nothing is read
+    what.rows = unwanted.ctypes.data
     what.plan, what.threads = ctypes.addressof(plan), torch.get_num_threads()
     kernel("attention", keys.dtype)(ctypes.byref(what))
     return cache
@@ -58,6 +58,9 @@ def compare(kernels, spans, block_size, **options):
     wanted = torch.rand(len(case.own), generator=torch.Generator().manual_seed(0)) < 0.3
     narrowed = PackedAttention(spans, cache, (0, wanted.nonzero()[:, 0].numpy()))
     assert torch.equal(narrowed(*inputs)[wanted], got[wanted])
+    layer, q, *others = inputs
+    if 0 < wanted.sum() < len(wanted):
+        assert torch.equal(narrowed(layer, q[:, wanted], *others), got[wanted])
 
 
 def random_steps(seed, check, *, block_size=16, longest=60, steps=5, tokens=300):

@@ -68,20 +68,27 @@ KINDS = [
     ("phi3", {}), ("phi3", {"partial_rotary_factor": 0.5}), ("gemma2", {}), ("gemma3_text", {}), ("olmo2", {}),
     ("granite", {"residual_multiplier": 0.22}), ("ministral3", {"rope_parameters": SCALED_FROM_64}), ("smollm3", {}), ("exaone4", {}), ("arcee", {}), ("mixtral", {}),
     ("qwen3_moe", EXPERTS), ("glm4_moe", {"first_k_dense_replace": 0}), ("gpt_oss", {}), ("qwen3_5_text", {}), ("qwen3_5_moe_text", {}),
+    ("gemma4_text", {}), ("gemma4_text", {"attention_k_eq_v": True, "num_kv_shared_layers": 0}), ("gemma4_unified_text", {}),
 ]  # fmt: skip
 WITHOUT_OWN_KV = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Those whose last two of six layers read the keys and values of others."""
 BY_LAYERS = {
     "gemma3_text", "granite", "exaone4", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text",
+    "gemma4_text", "gemma4_unified_text",
 }  # fmt: skip
 """Those whose layers do not all run in one call."""
-NEAR = {"qwen3_5_text": 1e-5, "qwen3_5_moe_text": 1e-5}
+NEAR = {"qwen3_5_text": 1e-5, "qwen3_5_moe_text": 1e-5, "gemma4_text": 1e-4, "gemma4_unified_text": 1e-4}
 """Those whose separate parts are not all kernels: how near log-probabilities of float32 are."""
 IN_8_BITS = [
     ("llama", WIDTHS[2]), ("llama", WIDTHS[3]), ("qwen3", {}), ("phi3", {}), ("gemma2", {}), ("olmo2", {}), ("granite", {}), ("qwen3_moe", EXPERTS),
-    ("qwen3_5_text", {}),
+    ("qwen3_5_text", {}), ("gemma4_text", {}),
 ]  # fmt: skip
-LAYERS_IN_8_BITS = {"phi3": 2 * 4, "qwen3_moe": 2 * (4 + 3 * 4), "qwen3_5_text": 3 * 6 + 7}
+LAYERS_IN_8_BITS = {
+    "phi3": 2 * 4,
+    "qwen3_moe": 2 * (4 + 3 * 4),
+    "qwen3_5_text": 3 * 6 + 7,
+    "gemma4_text": 4 * 9 + 2 * 7,
+}
 """Linear layers, where there are not seven in each decoder layer."""
 
 
@@ -240,6 +247,16 @@ def test_a_linear_layer_that_is_used_twice_keeps_its_weights(monkeypatch, shared
     assert logprobs(model) == together
 
 
-@pytest.mark.parametrize("kind", ["cohere", "glm4", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["cohere", "glm4", "gemma3n_text", "gemma4_text/experts"])
 def test_layers_of_another_structure_run_part_by_part(kind):
     assert not any("dense" in layer.__dict__ for layer in prepared(kind=kind).module.model.layers)
+
+
+def test_layers_that_share_keys_and_values_run_part_by_part_if_one_of_them_has_to():
+    module = build("gemma4_text", **SHAPE)
+    plain = prepare(build("gemma4_text", **SHAPE), kernels=kernels())
+    module.model.layers[1].self_attn.o_proj.register_forward_hook(lambda *_: None)
+    model = prepare(module, kernels=kernels())
+    assert not any("dense" in layer.__dict__ for layer in module.model.layers)
+    assert model.narrowed_from == plain.narrowed_from
+    assert numbers_of(logprobs(model)) == pytest.approx(numbers_of(logprobs(plain)), abs=1e-4)

@@ -71,10 +71,10 @@ struct Layer {  // a layer's attention in a step; `_Layer` in cpu_backend.py is 
     int64_t q_head, q_token, k_head, k_token, v_head, v_token;  // elements from one head, one token, to the next
     double scale, softcap;  // softcap 0: none
     const float* sinks;     // [heads] or null
-    const void *q, *k, *v;  // the step's
+    const void *q, *k, *v;  // the step's; k and v may be null: they are in the pool already
     void *keys, *values;    // the layer's pool
-    void* out;              // [num_tokens][heads][v_size]
-    const uint8_t* wanted;  // [num_tokens] whether a query's row of `out` is wanted; null: all are
+    void* out;              // [rows][heads][v_size]
+    const int32_t* rows;    // [num_tokens] each query's row of q and of `out`, -1 if it is not wanted; null: all are, in their order
 };
 
 INLINE int64_t words_of(int64_t n, int64_t per_word) { return (n + per_word - 1) / per_word; }
@@ -116,7 +116,8 @@ class Tile {
     }
 
    private:
-    bool wanted(int64_t token) const { return !layer_.wanted || layer_.wanted[token]; }
+    bool wanted(int64_t token) const { return !layer_.rows || layer_.rows[token] >= 0; }
+    int64_t place(int64_t token) const { return layer_.rows ? layer_.rows[token] : token; }
 
     // The queries from begin_ to end_.
     void attend() {
@@ -173,7 +174,7 @@ class Tile {
         typedef typename E::type T;
         for (int64_t t = begin_; t < end_; t++)
             for (int64_t g = 0; g < group_; g++) {
-                const T* from = static_cast<const T*>(layer_.q) + (head_ * group_ + g) * layer_.q_head + t * layer_.q_token;
+                const T* from = static_cast<const T*>(layer_.q) + (head_ * group_ + g) * layer_.q_head + place(t) * layer_.q_token;
                 put_query(reinterpret_cast<typename E::a_type*>(&q_[row(t, g) * words_ * E::a_words]), from);
             }
         std::fill(sums_.begin(), sums_.end(), 0.0f);
@@ -551,7 +552,7 @@ class Tile {
                 const int64_t r = row(t, g), head = head_ * group_ + g;
                 float total = total_[r];
                 if (layer_.sinks) total += std::exp2(layer_.sinks[head] * float(LOG2E) - top_[r]);
-                T* to = static_cast<T*>(layer_.out) + (t * layer_.heads + head) * layer_.v_size;
+                T* to = static_cast<T*>(layer_.out) + (place(t) * layer_.heads + head) * layer_.v_size;
                 const float* from = &sums_[r * width_];
                 for (int64_t c = 0; c < layer_.v_size; c += LANES) {
                     T some[LANES];
@@ -613,6 +614,7 @@ INLINE void put_values(bf16* row, const bf16* v, int64_t count, int64_t half) {
 // it does not (0 * NaN would be NaN), such as one of a later sequence in the same block.
 template <class E>
 void write(const Layer& layer) {
+    if (!layer.k) return;
     typedef typename E::type T;
     const Plan& plan = *layer.plan;
     constexpr int64_t U = E::per_word;

@@ -19,14 +19,14 @@ struct Norm {  // `NormArguments` in ops.py is the same
     const float* weight;
     const void* x;
     void* y;  // [outer][inner][size]; nullptr: the sum alone is wanted
-    // If `more` [outer][inner][size] is given, x + more * by is written to `sum`, which has the same shape, and the norm is that of `sum`.
+    // If `more` [outer][inner][size] is given, (x + more * by) * times is written to `sum`, which has the same shape, and the norm is that of `sum`.
     const void* more;
     void* sum;
     // If `q` is given, y is also quantized to 8 bits (int8.h).
     quantized* q;
     float* scales;
     int64_t q_row;  // elements of q from one row to the next
-    double by;
+    double by, times;
 };
 
 template <class T>
@@ -67,6 +67,8 @@ void norm(const Norm& n) {
         if (n.more) {
             T* sum = (T*)n.sum + row * n.size;
             add_row(x, (const T*)n.more + row * n.size, float(n.by), sum, n.size);
+            if (n.times != 1)
+                for (int64_t i = 0; i < n.size; i += LANES) store_at(sum, i, n.size, load_at(sum, i, n.size) * float(n.times));
             x = sum;
         }
         if (!n.y) return;
