@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from batchgen.kernels.fusion import OF_MLPS, FusedRotaryOfOne, eps_of, fuse_rotary, norm_of
+from batchgen.kernels.fusion import FusedRotaryOfOne, eps_of, fuse_rotary, norm_of, parts_of_mlp
 from batchgen.kernels.ops import Activation, can_rotate
 from batchgen.kernels.recognition import Code
-from batchgen.kernels.replacing import ACTIVATIONS, is_plain, known_code, own_forward, replace_parts
+from batchgen.kernels.replacing import is_plain, known_code, own_forward, replace_parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_NORM = 16384
@@ -45,9 +45,8 @@ def fuse_on_device(model: torch.nn.Module) -> None:
     replace_parts(model, _norm_on_device)
     replace_parts(model, _mlp_on_device)
     _join_projections(model)
-    fuse_rotary(
-        model, rotated, lambda fused: not isinstance(fused, FusedRotaryOfOne)
-    )  # after this the code of an attention is batchgen's own
+    # After this the code of an attention is batchgen's own.
+    fuse_rotary(model, rotated, lambda fused: not isinstance(fused, FusedRotaryOfOne))
 
 
 class DeviceNorm(torch.nn.Module):
@@ -97,11 +96,8 @@ class DeviceMLP(torch.nn.Module):
 
 
 def _mlp_on_device(part: Any) -> torch.nn.Module | None:
-    if known_code(part) is not Code.GATED_MLP:
-        return None
-    *names, act = next(names for names in OF_MLPS if hasattr(part, names[0]))
-    activation = ACTIVATIONS.get(type(getattr(part, act)))
-    return None if activation is None else DeviceMLP(part, tuple(names), activation)
+    names, activation = parts_of_mlp(part) or ((), None)
+    return None if activation is None else DeviceMLP(part, names, activation)
 
 
 class DeviceProjection(torch.nn.Module):

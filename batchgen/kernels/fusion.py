@@ -20,6 +20,7 @@ from batchgen.kernels.coded import PartsInPanels
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import experts_on_kernels
 from batchgen.kernels.ops import (
+    Activation,
     KernelLinear,
     cos_and_sin,
     embed,
@@ -206,20 +207,30 @@ class FusedMLP(torch.nn.Module):
         return y
 
 
-OF_MLPS = (
+_OF_MLPS = (
     ("gate_proj", "up_proj", "down_proj", "act_fn"),
+    ("gate_proj", "up_proj", "down_proj", "activation_fn"),
     ("gate_up_proj", "down_proj", "activation_fn"),
     ("input_linear", "output_linear", "activation"),
+    ("w1", "w3", "w2", None),
 )
-"""The names of the parts of gated MLPs in transformers."""
+"""The names of the parts of gated MLPs in transformers: gate and up, down, and the activation, which is SiLU without a name."""
+
+
+def parts_of_mlp(part: Any) -> tuple[tuple[str, ...], Activation | None] | None:
+    """Returns the names of a gated MLP's linear layers, and its activation, None if it is not known; None for other modules."""
+    if known_code(part) is not Code.GATED_MLP:
+        return None
+    *names, act = next(names for names in _OF_MLPS if all(name is None or hasattr(part, name) for name in names))
+    return tuple(map(str, names)), Activation.SILU if act is None else ACTIVATIONS.get(type(getattr(part, act)))
 
 
 def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    if known_code(part) is not Code.GATED_MLP:
+    found = parts_of_mlp(part)
+    if found is None:
         return None
-    names = next(names for names in OF_MLPS if hasattr(part, names[0]))
-    *gates, down, activation = (getattr(part, name) for name in names)
-    act = ACTIVATIONS.get(type(activation))
+    names, act = found
+    *gates, down = (getattr(part, name) for name in names)
     if act is None or not all(_can_pack(layer, shared, packing) for layer in (*gates, down)):
         return None
     weights = [half for layer in gates for half in layer.weight.chunk(3 - len(gates))]

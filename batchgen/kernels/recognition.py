@@ -111,6 +111,10 @@ _KNOWN = {
     "b7d7ed32b4483a85": Code.GATED_MLP,  # the image encoders of Qwen 2.5 VL and GLM 4V
     "9d1ad9a4368c1a42": Code.GATED_MLP,  # Phi-3, GLM 4: gate and up in one layer
     "2eef89ea1651ff27": Code.GATED_MLP,  # Granite's mixtures of experts
+    "50ca76d8ca1dabf2": Code.GATED_MLP,  # LFM2, also in mixtures, LFM3
+    "d9223df13b8f446a": Code.GATED_MLP,  # Llama 4
+    "b2803eba794ae74d": Code.GATED_MLP,  # Seed-OSS
+    "aca701b0816c8279": Code.GATED_MLP,  # RecurrentGemma
     "6aa2f77a83a62b34": Code.EXPERTS_GATE,  # Mixtral, Qwen, DeepSeek and most others
     "bc94e156905e605e": Code.CLAMPED_GATE,  # gpt-oss
     "db1b456f3258afa3": Code.CLAMPED_GATE,  # MiniMax M3

@@ -41,6 +41,15 @@ class StateCache:
                 self.convolution[i] = zeros((num_state_slots + 1, shape.taps, shape.channels), dtype, shape.device)
             if shape.recurrent:
                 self.recurrent[i] = zeros((num_state_slots + 1, *shape.recurrent), torch.float32, shape.device)
+        self._filters: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def filter_of(self, layer: int, weight_CK: torch.Tensor) -> torch.Tensor:
+        """Returns the weight of a layer's convolution as [K, C], contiguous; it is made once."""
+        given, made = self._filters.get(layer, (None, None))
+        if given is None or made is None or given.data_ptr() != weight_CK.data_ptr() or given.shape != weight_CK.shape:
+            made = weight_CK.t().contiguous()
+            self._filters[layer] = weight_CK, made  # the given one is kept, so that no other comes to lie there
+        return made
 
 
 def bytes_per_state_slot(layers: dict[int, StateShape], dtype: torch.dtype, device: torch.device | None = None) -> int:

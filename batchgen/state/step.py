@@ -66,7 +66,7 @@ class StateStep:
         at, states = self._layout(x_TC.device), self._cache.convolution[layer]
         spans = at.spans
         if self._kernels and recurrent.can_convolve(x_TC, weight_CK, bias_C, activation, states):
-            weight_KC = weight_CK.t().contiguous()
+            weight_KC = self._cache.filter_of(layer, weight_CK)
             return recurrent.convolve(x_TC, weight_KC, bias_C, activation, states, spans)
         out, after = convolve_spans(
             x_TC,
