@@ -292,7 +292,7 @@ def _gated_delta(module: Any, parts: _Parts) -> GatedDelta | None:
     return GatedDelta(
         module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, filter_CK.t().contiguous(),
         ACTIVATIONS[module.activation], -module.A_log.float().exp(), module.dt_bias.float(), norm,
-        norm.factor.repeat(module.num_v_heads), module.recurrent_step,
+        norm.factor.repeat(module.num_v_heads), lambda: module.recurrent_step(),
     )  # fmt: skip
 
 
