@@ -582,7 +582,7 @@ class PackedLinear(KernelLinear):
         rows = _in_words(x)
         call = self.product(rows.data_ptr(), len(rows), rows.stride(0) * x.itemsize // 4, y.data_ptr(), y.stride(0))
         call.argument.chosen, call.argument.chosen_panels = panels.data_ptr(), len(panels)
-        call.run()
+        self.run_with_adapter(call, rows)
         return y
 
     def product(self, x: int, rows: int, x_row: int, y: int, y_row: int, starts: torch.Tensor | None = None) -> Call:
@@ -604,6 +604,8 @@ class PackedAdapter(torch.nn.Module):
     def __init__(self, down: torch.Tensor, ups: list[torch.Tensor]) -> None:
         """`down` [R, K]; `ups` are one [N, R], or those of gate and up."""
         super().__init__()
+        if down.dtype not in DTYPES:  # beside a layer in 8 bits, which computes in float32 then
+            down, ups = down.float(), [up.float() for up in ups]
         fill = -len(down) % _RANKS
         self.down = PackedLinear([pad(down, (0, 0, 0, fill))], [None])
         self.up = in_panels([pad(up.detach(), (0, fill)).contiguous() for up in ups])

@@ -7,11 +7,13 @@ import torch
 from torch.nn.functional import linear
 
 from batchgen.kernels import isa
-from batchgen.kernels.codes import dequantize
+from batchgen.kernels.codes import PackedTensor, dequantize
 from batchgen.kernels.int8 import STEP, Int8Linear, quantize_weight
 from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.kernels.quantization import in_8_bits
+from batchgen.kernels.replacing import adapter_of, linear_of
 from support.codings import ROWS, SIZE, weight_of
+from support.fusing import adapted
 from support.int8 import largest_whole, rounded_inputs
 from support.numbers import ACTS, FLOAT32, dtypes, numbers
 
@@ -98,13 +100,15 @@ WHOLE = ("Q4_0", "AWQ", "NVFP4", "MXFP4", "W4A16", "NF4")
 
 
 @dtypes
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_codes_are_multiplied_as_they_are(name, dtype, threads):
+@pytest.mark.parametrize(("name", "size"), [*((name, SIZE) for name in WHOLE), ("AWQ", SIZE - 32)])
+def test_whole_codes_are_multiplied_as_they_are(name, size, dtype, threads):
+    """The last group of inputs may be cut."""
     weight = weight_of(name, dtype)
+    weight = PackedTensor(weight.coding, weight.parts | {"plane4": weight.parts["plane4"][:, : size // 2]}, dtype)
     layer = PackedLinear([weight], [numbers(ROWS)])
     packed = Int8Linear.of_codes(layer)
     assert packed.codes is layer.codes
-    x = numbers(100, SIZE, dtype=dtype, seed=2)
+    x = numbers(100, size, dtype=dtype, seed=2)
     plain = dequantize(replace(weight.coding, rounds=None), weight.parts)
     got = packed(x)
     torch.testing.assert_close(
@@ -158,6 +162,19 @@ def test_experts_in_8_bits_compute_what_layers_of_their_own_do(name, dtype):
         expected = torch.cat([layer(part) for layer, part in zip(alone, x.split(counts), strict=True)])
         assert torch.equal(plain(x, starts), expected)
         assert not torch.equal(whole(x, starts), expected)  # with a bias
+
+
+def test_an_adapter_in_float16_runs_beside_a_layer_in_8_bits():
+    part = adapted(linear_of(numbers(70, 64, dtype=torch.float16)))
+    layer, x = (
+        Int8Linear([quantize_weight(part.weight)], [None], torch.float16),
+        numbers(5, 64, dtype=torch.float16, seed=1),
+    )
+    bare = layer(x)
+    layer.adapter = adapter_of([part], 1)
+    got = layer(x)
+    assert got.dtype == torch.float16
+    near(got, bare.float() + part.added(x).float())
 
 
 @dtypes

@@ -216,19 +216,20 @@ void run_parts(const Product& p) {
             const auto [expert, panel, begin, end] = all.at(task);
             const Product q = of_expert(p, expert, panels);
             const int64_t number = q.first_panel + panel;
-            const auto part_at = [&](int64_t k) -> Part {
-                if (c) return unpack(*c, c->table ? table : nullptr, number, k, depth, unpacked);
+            const auto part_at = [&](int64_t k, int64_t size) -> Part {
+                if (c) return unpack(*c, c->table ? table : nullptr, number, k, size, unpacked);
                 return group_of(p, number, k, unpacked.beginnings);
             };
             std::memset(sums, 0, (end - begin) * WIDTH * sizeof(float));
             for (int64_t k = 0; k < inputs; k += depth) {
-                const Part part = part_at(k);
+                const int64_t size = std::min(depth, inputs - k);  // the last group of W may be cut
+                const Part part = part_at(k, size);
                 for (int64_t row = begin, rows; row < end; row += rows) {
                     rows = rows_of_block<Bytes>(end - row);
                     const uint32_t* x = q.x + row * q.x_row + k / 4 * Bytes::a_words;
                     const float* x_scales = q.x_scales + row * groups + (GROUPED ? k / GROUP : 0);
                     float* to = sums + (row - begin) * WIDTH;
-                    with_rows<BLOCK_ROWS<Bytes>>(rows, [&](auto constant) { add_part<constant>(x, q.x_row, x_scales, groups, part, depth / 4, to); });
+                    with_rows<BLOCK_ROWS<Bytes>>(rows, [&](auto constant) { add_part<constant>(x, q.x_row, x_scales, groups, part, size / 4, to); });
                 }
             }
             for (int64_t row = begin; row < end; row++) finish<PartSums, T>(q, (const uint32_t*)(sums + (row - begin) * WIDTH), panel, row);
