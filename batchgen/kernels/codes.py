@@ -12,8 +12,10 @@ Codes lie in planes, or a number for each few inputs chooses them from a table (
 from __future__ import annotations
 
 import math
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -196,6 +198,10 @@ def dequantize(coding: Coding, parts: Parts) -> torch.Tensor:
 
 _scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 """Memory that weights are unpacked into, one after the other: one for each device and type. It grows."""
+_scratch_lock = threading.Lock()
+"""Held from unpacking a weight into this memory to the product that reads it: models may run in several threads."""
+_outgrown: list[torch.Tensor] = []
+"""Such memory on CUDA devices that was too small for another model: CUDA graphs of the models before may have its address."""
 
 
 def _in_scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -203,6 +209,8 @@ def _in_scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     size = math.prod(shape)
     found = _scratch.get((device, dtype))
     if found is None or found.numel() < size:
+        if found is not None and device.type == "cuda":
+            _outgrown.append(found)
         with torch.inference_mode(False):  # may be written in any mode
             _scratch[device, dtype] = found = torch.empty(size, dtype=dtype, device=device)
     return found[:size].view(*shape)
@@ -210,15 +218,17 @@ def _in_scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 def free_scratch() -> None:
     """Frees the memory on the CPU that weights were unpacked into."""
-    for key in [key for key in _scratch if key[0].type == "cpu"]:
-        del _scratch[key]
+    with _scratch_lock:
+        for key in [key for key in _scratch if key[0].type == "cpu"]:
+            del _scratch[key]
 
 
 def reserve_scratch(weights: Iterable[torch.Tensor]) -> None:
     """Takes the memory that these weights are unpacked into, so that it never moves: CUDA graphs keep its address."""
-    for weight in weights:
-        if isinstance(weight, PackedTensor):
-            _in_scratch(weight.shape, weight.dtype, weight.device)
+    with _scratch_lock:
+        for weight in weights:
+            if isinstance(weight, PackedTensor):
+                _in_scratch(weight.shape, weight.dtype, weight.device)
 
 
 class PackedTensor(torch.Tensor):
@@ -311,7 +321,8 @@ class PackedTensor(torch.Tensor):
                 return x.unpacked()
             return type(x)(map(plain, x)) if isinstance(x, list | tuple) else x
 
-        return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+        with _scratch_lock if shared else nullcontext():
+            return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
 _aten = torch.ops.aten

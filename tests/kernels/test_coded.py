@@ -1,5 +1,6 @@
 """Packed weights: what a code means, what keeps a weight packed, and that the kernels unpack exactly the same numbers."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -144,6 +145,18 @@ def test_moving_rows_keeps_a_weight_packed_and_everything_else_unpacks_it(mode):
             found = change(weight)
             assert not isinstance(found, PackedTensor)
             assert torch.equal(found, change(plain))
+
+
+def test_products_of_several_threads_unpack_their_weights_one_after_the_other():
+    x = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(0))
+
+    def are_right(seed):
+        weight = weight_of("Q8_0", torch.float32, seed=seed)
+        expected = torch.nn.functional.linear(x, weight.unpacked())
+        return all(torch.equal(torch.nn.functional.linear(x, weight), expected) for _ in range(100))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(are_right, range(2))) == [True, True]
 
 
 def test_an_embedding_unpacks_only_the_rows_that_are_asked_for(monkeypatch):
