@@ -157,6 +157,10 @@ def test_log_probabilities_are_those_of_plain_torch(dtype, columns, threads):
         got, want = (measure(x, tokens, k, own_kernels=own) for own in (True, False))
         assert torch.equal(got[:, 1 : 1 + k], want[:, 1 : 1 + k])
         torch.testing.assert_close(got, want, rtol=1e-6, atol=2e-6)
-    for broken in (torch.nan, torch.inf):
-        x[7, columns // 2] = broken
-        assert summaries(x, own_kernels=True).log_weights.isnan().tolist() == [row == 7 for row in range(20)]
+    for broken in (torch.inf, torch.nan):
+        for place in (columns // 2, columns - 1):
+            x[7, place] = broken
+            for k in {1, min(4, columns)}:
+                found = summaries(x, k, own_kernels=True)
+                assert found.log_weights.isnan().tolist() == [row == 7 for row in range(20)]
+                assert ((found.ids >= 0) & (found.ids < columns)).all()

@@ -325,7 +325,7 @@ struct Summary {  // `_Summary` in ops.py is the same
     int64_t rows, columns, x_row, k, threads;
     const void* x;
     float *best, *log_weights;  // [rows] the largest logit, and the logarithm of the sum of exp(logit - largest logit)
-    int64_t* tokens;            // [rows][k] the likeliest tokens, of equal ones the first in the vocabulary
+    int64_t* tokens;            // [rows][k] the likeliest tokens, of equal ones the first in the vocabulary; all are the first NaN, if there is one
 };
 
 template <class T>
@@ -336,13 +336,13 @@ void summarize(const Summary& s) {
         for (int64_t at; (at = tasks.take()) >= 0;) {
             const T* logits = (const T*)s.x + at * s.x_row;
             int64_t* found = s.tokens + at * s.k;
-            found[0] = place_of_maximum(logits, s.columns);
+            std::fill_n(found, s.k, place_of_maximum(logits, s.columns));
             s.best[at] = to_float(logits[found[0]]);
             const Row<T> row = {logits, s.columns, s.best[at], 1};
             double weights = 0;
             for (int64_t b = 0; b < row.blocks(); b++) weights += row.weight(b);
             s.log_weights[at] = float(std::log(weights));
-            if (s.k == 1) continue;
+            if (s.k == 1 || std::isnan(s.best[at])) continue;  // numbers with a NaN among them have no order
             maxima.clear();
             tokens.clear();
             add_largest(Row<T>{logits, s.columns, 0, 1}, s.k, maxima, tokens);

@@ -146,7 +146,7 @@ INLINE floats max(floats a, floats b) {  // b where either is NaN
 #endif
 }
 
-// Natural exponential to about 1 unit in the last place; 0 below -87.3, infinite above 88.7, NaN of NaN.
+// Natural exponential to about 1 unit in the last place; 0 below -87.3, infinite above 88.3, NaN of NaN.
 // 2^n * 2^r by a minimax polynomial of degree 6 for |r| <= 1/2 (Muller, Elementary Functions, ch. 3, for the method).
 INLINE floats exp(floats x) {
     const floats low = splat(-87.3f), high = splat(88.73f);
