@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from batchgen.kernels.build import kernel, library
 from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, of_both_halves
-from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, padded_rows, row_length
+from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, RotaryArguments, RowTable
 from batchgen.kernels.recognition import has_cache
@@ -230,7 +230,7 @@ class Workspace:
     def in_8_bits(self, rows: int, size: int) -> QuantizedRows:
         """Returns room for at least `rows` quantized rows of up to `size` numbers. Kernels that run one after the other share it."""
         found = self._in_8_bits
-        if found is None or found.values.numel() < padded_rows(rows) * row_length(size):
+        if found is None or found.values.numel() < rows * row_length(size):
             self._in_8_bits = found = empty_rows(rows, size)
         return found
 

@@ -36,8 +36,6 @@ from batchgen.kernels.ops import (
 LARGEST = 127
 STEP = 64
 """The length of quantized rows is a multiple of this (int8.h)."""
-ROW_STEP = 16
-"""The number of quantized rows in memory is a multiple of this, because matrix units read whole tiles."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +43,7 @@ class QuantizedRows:
     """Quantized rows in the layout of the kernels: x is about values * scales, group by group."""
 
     values: torch.Tensor
-    """[rows, inner size], both padded; int8.h says how numbers lie in memory."""
+    """[rows, inner size], which is padded; int8.h says how numbers lie in memory."""
     scales: torch.Tensor
     """float32, those of the groups of a row, one row after the other; room for one for each `STEP` values"""
 
@@ -85,15 +83,10 @@ def row_length(size: int) -> int:
     return (-(-size // STEP) | 1) * STEP
 
 
-def padded_rows(rows: int) -> int:
-    """Returns how many quantized rows the memory for `rows` of them has."""
-    return -(-rows // ROW_STEP) * ROW_STEP
-
-
 def empty_rows(rows: int, size: int) -> QuantizedRows:
     """Returns room for quantized rows of up to `size` numbers."""
     dtype = torch.int16 if library().batchgen_int8_bytes() == 2 else torch.int8
-    values = torch.empty((padded_rows(rows), row_length(size)), dtype=dtype)
+    values = torch.empty((rows, row_length(size)), dtype=dtype)
     return QuantizedRows(values, torch.empty(values.numel() // STEP))
 
 

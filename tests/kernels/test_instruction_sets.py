@@ -61,6 +61,12 @@ def cases():
     ]
 
 
+def _place_of(compiler, library):
+    """Returns the path of one of the compiler's libraries; its name alone if there is none."""
+    find = [compiler, f"-print-file-name={library}"]
+    return subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def test_exactly_the_operations_that_the_kernels_use_are_emulated():
     larger = re.compile(r"_mm512_\w+|_mm256_dpbusd\w+")
     used = {name for source in build.SOURCES.iterdir() for name in larger.findall(source.read_text("utf-8"))}
@@ -83,11 +89,13 @@ def test_the_kernels_pass_their_tests_have_no_races_and_stay_inside_their_memory
     compile_ = [sys.executable, "-c", COMPILE, emulated]
     library = subprocess.run(compile_, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     if runtime:
-        find = [compiler, f"-print-file-name={runtime}"]
-        preload = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
-        if not os.path.isabs(preload):
+        # With the library of exceptions, which torch throws: the address sanitizer looks for its functions when the process starts.
+        preload = [_place_of(compiler, name) for name in (runtime, "libstdc++.so.6")]
+        if not all(map(os.path.isabs, preload)):
             pytest.skip(f"no {runtime}")
-        env |= {"LD_PRELOAD": preload} | {key: f"{value}:log_path={tmp_path}/report" for key, value in options.items()}
+        env |= {"LD_PRELOAD": " ".join(preload)} | {
+            key: f"{value}:log_path={tmp_path}/report" for key, value in options.items()
+        }
     # Without random addresses, which the thread sanitizer of older compilers does not support.
     run = ["setarch", "-R", sys.executable, "-c", RUN, emulated, library, *TESTS]
     done = subprocess.run(run, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)

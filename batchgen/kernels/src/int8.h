@@ -39,12 +39,8 @@ INLINE ints to_ints(floats x) {
     return (ints)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX2__)
     return (ints)_mm256_cvtps_epi32((__m256)x);
-#elif defined(__ARM_NEON)
-    return (ints)vcvtnq_s32_f32((float32x4_t)x);
 #else
-    ints y;
-    for (int i = 0; i < LANES; i++) y[i] = int32_t(__builtin_nearbyintf(x[i]));
-    return y;
+    return (ints)vcvtnq_s32_f32((float32x4_t)x);
 #endif
 }
 

@@ -70,15 +70,11 @@ struct Bytes {
         return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, _mm256_set1_epi32(int(x)), (__m256i)b);
 #elif defined(__ARM_FEATURE_DOTPROD)
         return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)b, vreinterpretq_s8_u32(vdupq_n_u32(x)));
-#elif defined(__ARM_NEON)
+#else
         const int8x16_t values = (int8x16_t)b, row = vreinterpretq_s8_u32(vdupq_n_u32(x));
         const int32x4_t first = vpaddlq_s16(vmull_s8(vget_low_s8(values), vget_low_s8(row)));
         const int32x4_t second = vpaddlq_s16(vmull_high_s8(values, row));
         return sum + (ints)vpaddq_s32(first, second);
-#else
-        for (int i = 0; i < LANES; i++)
-            for (int k = 0; k < 4; k++) sum[i] += int8_t(b[i] >> 8 * k) * int8_t(x >> 8 * k);
-        return sum;
 #endif
     }
     template <int R, int N>
@@ -243,11 +239,15 @@ constexpr int AMX_ROWS = ROWS + 1;  // with this many rows or more, tiles are fa
 
 template <class T>
 void linear(const Product& p) {
-    if (p.codes || GROUPED) return run_parts<T>(p);
+    if constexpr (!GROUPED) {
+        if (!p.codes) {
 #if defined(BATCHGEN_AMX)
-    if (p.rows >= AMX_ROWS) return run_tiles<Bytes, T>(p);
+            if (p.rows >= AMX_ROWS) return run_tiles<Bytes, T>(p);
 #endif
-    run<Bytes, T>(p);
+            return run<Bytes, T>(p);
+        }
+    }
+    run_parts<T>(p);
 }
 
 struct Rows {  // `QuantizeArguments` in int8.py is the same
