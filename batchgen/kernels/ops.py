@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,15 +150,14 @@ def norm_after_sum(
     its root mean square is rounded to its type before it is multiplied by the weight.
     """
     size = x.shape[-1]
-    if x.stride(-1) != 1 or not _is_two_deep(x):
-        x = x.contiguous()
+    x = adjacent(x)
+    rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
     inner = x.shape[-2] if x.dim() > 2 else 1
     y, total = torch.empty(x.shape, dtype=x.dtype), x if more is None else torch.empty_like(x)
     outer = y.numel() // max(1, inner * size)
-    x_outer = x.stride(-3) if x.dim() > 2 else x.stride(0) if x.dim() == 2 else 0
     norm = NormArguments(
-        outer, inner, size, x_outer, x.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
-        weight.data_ptr(), x.data_ptr(), y.data_ptr(), by=by,
+        outer, inner, size, rows.stride(0), rows.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
+        weight.data_ptr(), rows.data_ptr(), y.data_ptr(), by=by,
     )  # fmt: skip
     if more is not None:
         norm.more, norm.sum = more.data_ptr(), total.data_ptr()
@@ -348,12 +346,6 @@ def can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.T
         and q.stride(3) == k.stride(3) == cos.stride(2) == 1
         and q.device == k.device == cos.device
     )
-
-
-def _is_two_deep(x: torch.Tensor) -> bool:
-    """Whether all dimensions before the last two can be traversed as one."""
-    steps = [(x.stride(i), x.shape[i]) for i in range(x.dim() - 2) if x.shape[i] != 1]
-    return all(before[0] == after[0] * after[1] for before, after in pairwise(steps))
 
 
 class Activation(IntEnum):

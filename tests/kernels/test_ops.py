@@ -127,6 +127,7 @@ def test_norms_equal_those_of_transformers(dtype, rounds_first, size, threads):
 @pytest.mark.parametrize("x", [
     numbers(10), numbers(0, 10), numbers(2, 3, 10), numbers(1, 3, 4, 30)[..., 10:20], numbers(1, 4, 3, 10).transpose(1, 2),
     numbers(2, 3, 4, 5, 10).permute(3, 1, 0, 2, 4), numbers(5, 10, 2)[..., 0], numbers(1, 3, 40).view(1, 3, 4, 10)[:, 1:],
+    numbers(3, 8, 10)[:, :5].unsqueeze(1),
 ])  # fmt: skip
 def test_norms_take_strided_rows(x):
     weight = numbers(10, seed=1)
