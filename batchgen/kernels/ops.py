@@ -474,7 +474,8 @@ class KernelLinear(torch.nn.Module):
         count = max(1, self.experts) * panels * panel  # columns of all panels
         if codes is None:
             step = panels
-            columns = self.unpacked(self.words_in_order.transpose(1, 2).flatten(0, 1).contiguous())
+            words = self.words_in_order.transpose(1, 2).flatten(0, 1)
+            columns = self.unpacked(words.clone(memory_format=torch.contiguous_format))  # also of one word
         else:
             step = max(1, CACHED // (panel * size))
         for expert in range(max(1, self.experts)):
