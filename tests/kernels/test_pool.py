@@ -8,6 +8,7 @@ import torch
 
 from batchgen.kernels.build import NoKernels, library
 from batchgen.kernels.ops import PackedLinear
+from support.python_process import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,25 @@ def test_callers_in_several_threads_do_not_disturb_each_other():
     for caller in callers:
         caller.join()
     assert wrong == []
+
+
+NO_MORE_THREADS = """
+import resource, torch
+from batchgen.kernels.ops import PackedLinear
+layer, x = PackedLinear([torch.randn(300, 256)], [None]), torch.randn(100, 256)
+torch.set_num_threads(1)
+want = layer(x)
+torch.set_num_threads(6)
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), resource.RLIM_INFINITY))  # a thread's stack takes more
+assert torch.equal(layer(x), want)
+"""
+
+
+def test_a_process_that_can_start_no_more_threads_computes_with_those_that_it_has():
+    done = run_python(NO_MORE_THREADS, LD_PRELOAD="")  # sanitizers take memory of their own
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

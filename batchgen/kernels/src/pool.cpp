@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -41,7 +42,10 @@ class Pool {
     bool run(const Job& job, int64_t threads) {
         std::unique_lock<std::mutex> only(one_job_, std::try_to_lock);
         if (!only.owns_lock()) return false;
-        for (; num_threads_ < threads - 1; num_threads_++) std::thread([this, i = num_threads_] { work(i); }).detach();
+        try {
+            for (; num_threads_ < threads - 1; num_threads_++) std::thread([this, i = num_threads_] { work(i); }).detach();
+        } catch (const std::system_error&) {  // the system has no more threads for this process, so those that there are do the work
+        }
         job_ = job;
         helpers_ = threads - 1;
         state_.store((state_.load() & ~(ROUND - 1)) + ROUND + OPEN);  // a new round, open, nobody busy
