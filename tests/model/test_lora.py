@@ -17,6 +17,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
 from batchgen.kernels.memory import mapped_files
+from batchgen.model.weights import packed
 from batchgen.model.weights.streamed import decoder_layers, tensors_in
 from batchgen.model_files import adapter_folder
 from support.late import late
@@ -43,11 +44,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "PiSSA": {"init_lora_weights": "pissa"},
     "all layers": {"target_modules": "all-linear"},
     "embeddings": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [3, 7, 9]},
     "head": {"target_modules": ["q_proj", "lm_head"]},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
     "tied": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
 }
-TIED = ("head", "embedding", "embeddings", "tied")
+TIED = ("head", "embedding", "embeddings", "tokens", "tied")
 """Kinds of adapters whose layers may share a weight."""
 
 
@@ -64,7 +66,7 @@ def add_to(model: Any, folder: Path, **options: Any) -> Any:
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora" in name or "modules_to_save" in name:
+            if any(part in name for part in ("lora", "modules_to_save", "trainable_tokens")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     adapted.save_pretrained(folder / "adapter")
     return adapted.eval()
@@ -168,8 +170,16 @@ def test_an_adapter_with_a_bias_and_an_odd_rank_runs_beside_layers_without_a_bia
 
 
 @pytest.mark.usefixtures("needs_kernels")
-@pytest.mark.parametrize("kind", slow_but(("all layers",), ("plain", "all layers", "DoRA", "head tied", "embedding")))
-def test_layers_of_16_bits_stay_so_beside_an_adapter(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    slow_but(
+        ("all layers", "tokens"), ("plain", "all layers", "DoRA", "head tied", "embedding", "tokens", "tokens tied")
+    ),
+)
+def test_layers_of_16_bits_stay_so_beside_an_adapter(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "SMALL", 1)  # the embedding, too
     tied, folder = kind.endswith(" tied"), tmp_path / "model"
     build("llama", tie_word_embeddings=tied).bfloat16().save_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -273,6 +283,10 @@ def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path):
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {"target_modules": "("}))
     assert "cannot be merged: missing ), unterminated subpattern" in refusal(tmp_path)
+    path.write_text(json.dumps(settings | {"init_lora_weights": "pissa_niter_4"}))
+    assert "peft begins it anew in each load, by chance (init_lora_weights pissa_niter_4)" in refusal(tmp_path)
+    path.write_text(json.dumps(settings | {"layer_replication": [[0, 2], [1, 2]]}))
+    assert "cannot be merged: it adds layers (layer_replication)" in refusal(tmp_path)
     path.write_text(json.dumps(settings | {"peft_type": "IA3"}))
     assert "is of type IA3, and only LORA can be used" in refusal(tmp_path)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()

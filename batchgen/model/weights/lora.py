@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +47,16 @@ def add_adapter(
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"the adapter {lora!r} is of type {kind}, and only LORA can be used")
+    if str(begun := settings.get("init_lora_weights")).startswith("pissa_niter"):
+        raise ModelError(
+            f"the adapter {lora!r} cannot be merged: peft begins it anew in each load, by chance (init_lora_weights {begun})",
+            "convert it with path_initial_model_for_weight_conversion of peft's save_pretrained",
+        )
+    if settings.get("layer_replication"):
+        raise ModelError(
+            f"the adapter {lora!r} cannot be merged: it adds layers (layer_replication)",
+            "give an adapter of another kind",
+        )
     if any(type(p) not in (torch.nn.Parameter, PackedTensor) for p in module.parameters()):
         raise ModelError(
             f"the adapter {lora!r} cannot be merged into quantized weights", "give the original model with --model"
@@ -63,8 +73,7 @@ def add_adapter(
         return shared
 
     with _errors_of_peft(lora):
-        every, saved = is_merged(settings), tuple(settings.get("modules_to_save") or ())  # peft copies these modules
-        unpack_in(part for name, part in module.named_modules() if every or (saved and name.endswith(saved)))
+        unpack_in(_copied_by_peft(module, settings))
         adapted = PeftModel.from_pretrained(module, str(folder))
         # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
         _check_names(lora, folder, adapted, adapted.load_adapter(str(folder), "default"))
@@ -76,6 +85,16 @@ def add_adapter(
     where = "packed weights" if packed else "weights that layers share"
     how = f"runs beside the {where}" if beside else "was merged into the weights"
     return merged, f"the adapter {lora} {how}"
+
+
+def _copied_by_peft(module: Any, settings: Mapping[str, Any]) -> Iterator[torch.nn.Module]:
+    """Yields the modules that peft copies, or takes rows of: copies of packed weights would be packed, and what peft writes into them would be lost."""
+    tokens = settings.get("trainable_token_indices") or ()
+    names = (*(settings.get("modules_to_save") or ()), *(tokens if isinstance(tokens, dict) else ()))
+    every = is_merged(settings)
+    yield from (part for name, part in module.named_modules() if every or name.endswith(names))
+    if tokens:
+        yield module.get_input_embeddings()
 
 
 @contextmanager
