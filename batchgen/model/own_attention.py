@@ -134,8 +134,8 @@ def _falcon(module: Any, step: StepInputs) -> None:
             q, k = rotate(q, k, *position_embeddings)
         else:
             bias_HT = (slopes_H.to(q.device)[:, None] * step.positions.to(q.device)).float() * module.inv_norm_factor
-            k = k.expand(-1, q.shape[1], -1, -1)  # heads that share a key have different biases
-            v = v.expand(-1, q.shape[1], -1, -1)
+            # Heads that share a key have different biases.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             q, k = with_key_bias(q, k, bias_HT, module.inv_norm_factor)
         return module.dense(_attend(module, step, q, k, v, module.inv_norm_factor).flatten(2)), None
 

@@ -143,6 +143,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "exaone_moe": EXPERTS | SLIDING_WINDOW | MIXED | {"num_shared_experts": 1},
     "falcon": {"num_kv_heads": 1, "alibi": False, "bias": False},
     "falcon/alibi": {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True},
+    "falcon/alibi-groups": {"num_kv_heads": 2, "new_decoder_architecture": True, "alibi": True},
     "falcon/alibi-mqa": {"multi_query": True, "alibi": True, "num_attention_heads": 2},
     "falcon/groups": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_h1": MAMBA2 | {
