@@ -96,12 +96,13 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     with _loading(config, "configuration"):
         head, longest = read_head(config, hf_config), max_prompt_tokens(config, tokenizer)
     context_length = context_length_of(config, hf_config, tokenizer.model_max_length)
+    vocab_size = _positive(getattr(text_config(hf_config), "vocab_size", None)) or len(tokenizer)
     generation_file, generation = ("", {}) if gguf_file(config) is not None else _generation_settings(config)
     return LoadedTokenizer(
         hf_tokenizer=tokenizer,
         hf_config=hf_config,
         context_length=context_length if longest is None else min(context_length, longest),
-        eos_token_ids=_eos_token_ids(generation, hf_config, tokenizer),
+        eos_token_ids=_eos_token_ids(generation, hf_config, tokenizer, vocab_size),
         sampling=_generation_sampling(generation),
         unused=_unused_settings(generation),
         generation_file=generation_file,
@@ -109,7 +110,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         tool_format=tool_format(tokenizer),
         head=head,
         source=config,
-        vocab_size=_positive(getattr(text_config(hf_config), "vocab_size", None)) or len(tokenizer),
+        vocab_size=vocab_size,
     )
 
 
@@ -121,6 +122,11 @@ def load_config(config: ModelConfig) -> Any:
     with _loading(config, "configuration"):
         prefer_cache_if_unreachable(config)
         found = AutoConfig.from_pretrained(config.model, **_hub_options(config))
+    if (file := getattr(found, "transformers_weights", None)) is not None:
+        raise ModelError(
+            f"config.json of model {config.model!r} says that the weights are in {file} (transformers_weights), which batchgen does not read",
+            "name that file model.safetensors, and remove the setting",
+        )
     settings = {} if hasattr(found, "quantization_config") else _small_file(config, "hf_quant_config.json")
     if "quantization" in settings:  # ModelOpt's older checkpoints describe themselves there
         found.quantization_config = {"quant_method": "modelopt", **settings["quantization"]}
@@ -346,17 +352,18 @@ def longrope_length(part: Any) -> int:
     return min(filter(None, lengths), default=0)
 
 
-def _eos_token_ids(generation: Mapping[str, Any], hf_config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the end tokens of the generation configuration, else of the configuration, else of the tokenizer."""
+def _eos_token_ids(generation: Mapping[str, Any], hf_config: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """Returns the end tokens of the generation configuration, else of the configuration, else of that of its language model, whose class may have a
+    default, else of the tokenizer. Those that the model does not know are left out."""
     for value in (
         generation.get("eos_token_id"),
-        getattr(text_config(hf_config), "eos_token_id", None),
         getattr(hf_config, "eos_token_id", None),
+        getattr(text_config(hf_config), "eos_token_id", None),
         tokenizer.eos_token_id,
     ):
         ids = value if isinstance(value, list | tuple) else [value]
-        found = tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0))
-        if found:
+        known = (i for i in ids if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size)
+        if found := tuple(dict.fromkeys(known)):
             return found
     return ()
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
+from batchgen.kernels import isa
 from batchgen.model import loader
 from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of
 from batchgen.model.multimodal import left_out
@@ -147,6 +148,28 @@ def test_scales_of_packed_experts_take_what_they_take_in_the_file():
     scales = StoredTensor("model.layers.0.mlp.experts.gate_up_proj_scales", "U8", [4, 5760, 90], 4 * 5760 * 90)
     sizes = weight_sizes([scales], {"quant_method": "mxfp4"}, 2)
     assert sizes.int8 == scales.nbytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "dtype", "shape", "rows"),  # about so many rows, where the file does not tell
+    [
+        ({"quant_method": "bitsandbytes"}, "weight", "U8", [64 * 320, 1], 202),  # of NF4, in one column
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"num_bits": 8}}}},
+            "weight_packed",
+            "I32",
+            [64, 160],
+            160,
+        ),
+    ],
+)
+@pytest.mark.parametrize("instructions", ["avx2", "none"])
+def test_a_packed_weight_takes_its_numbers_when_it_is_plain_or_in_8_bits(
+    settings, name, dtype, shape, rows, instructions, monkeypatch
+):
+    monkeypatch.setattr(isa, "instruction_set", lambda: instructions)
+    sizes = weight_sizes([StoredTensor(f"layers.0.up.{name}", dtype, shape, 20480 * 2)], settings, 2)
+    assert (sizes.plain, sizes.int8) == (2 * 64 * 640, 64 * 640 + 8 * rows)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,10 @@ def failure(model, **options):
         ({"generation": {"eos_token_id": 0}}, "eos_token_ids", (0,)),
         ({"config": {"eos_token_id": 3}}, "eos_token_ids", (3,)),
         ({"config": {"eos_token_id": None}}, "eos_token_ids", (1,)),
+        # Those of the whole model come before those of its language model, whose class may have a default.
+        ({"generation": {"top_k": 9}, "config": {"model_type": "llava", "eos_token_id": [2, 3], "text_config": {"model_type": "llama"}}}, "eos_token_ids", (2, 3)),
+        ({"generation": {"eos_token_id": [99999, 3]}}, "eos_token_ids", (3,)),  # the model does not know the first
+        ({"generation": {"eos_token_id": 99999}, "config": {"eos_token_id": 2}}, "eos_token_ids", (2,)),
         # The length of the context and the size of the vocabulary come from the configuration, or from the one inside it.
         ({"config": {"max_position_embeddings": 77}}, "context_length", 77),
         ({"config": {"model_type": "gpt2", "n_positions": 33}}, "context_length", 33),
@@ -62,6 +66,14 @@ def failure(model, **options):
 )  # fmt: skip
 def test_what_is_known_of_a_model_comes_from_its_files(tools, tmp_path, files, name, value):
     assert getattr(load(tools.save_model(tmp_path, **files)), name) == value
+
+
+def test_a_model_whose_configuration_names_another_file_of_weights_is_refused(tools, tmp_path):
+    """transformers reads that file, even if there is a model.safetensors."""
+    message = failure(tools.save_model(tmp_path, config={"transformers_weights": "own.safetensors"}))
+    assert (
+        "says that the weights are in own.safetensors (transformers_weights), which batchgen does not read" in message
+    )
 
 
 def test_the_context_length_comes_from_the_tokenizer_if_the_configuration_has_none(tools, tmp_path):

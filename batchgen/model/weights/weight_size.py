@@ -312,16 +312,20 @@ def _are_packed_first(tensors: Iterable[StoredTensor], settings: Mapping[str, An
 
 def _has_4_bits(tensor: StoredTensor, settings: Mapping[str, Any] | None) -> bool:
     """Whether a packed weight has codes of 4 bits."""
-    if tensor.dtype == "U32" or tensor.name.endswith(".qweight"):
+    if tensor.dtype == "U32" or tensor.name.endswith((".qweight", ".weight_packed")):
         return packed_bits(_settings_of(tensor, settings)) == 4
-    return tensor.dtype in (*_4_BITS_GGUF, "U8") or tensor.name.endswith((".weight_packed", "_blocks"))
+    return tensor.dtype in (*_4_BITS_GGUF, "U8") or tensor.name.endswith("_blocks")
 
 
 def _shape_of(tensor: StoredTensor, numbers: int) -> Sequence[int]:
-    """Returns the shape of a weight of so many numbers. Words of packed numbers may lie the other way round, except MLX's; then none is of a router."""
+    """Returns the shape of a weight of so many numbers, or about that shape: words of packed numbers may lie the other way round, except MLX's, and
+    the bytes of bitsandbytes in one column. Then none is of a router."""
     if tensor.dtype == "U32" and numbers:
         return [*tensor.shape[:-1], numbers // math.prod(tensor.shape[:-1])]
-    return tensor.shape if tensor.dtype in _FLOATS else [max(tensor.shape, default=0)] * len(tensor.shape)
+    if tensor.dtype in _FLOATS:
+        return tensor.shape
+    side = math.isqrt(numbers) if tensor.shape and tensor.shape[-1] == 1 else max(tensor.shape, default=0)
+    return [side] * len(tensor.shape)
 
 
 def _settings_of(tensor: StoredTensor, settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -394,15 +398,16 @@ def num_weights(name: str, dtype: str, shape: list[int], bits: int = 4) -> int:
         return 2 * count
     if name.endswith("_blocks"):  # MXFP4: two to a byte
         return 2 * count
-    if name.endswith(".weight_packed"):  # compressed-tensors, of 4 bits
-        return count * (8 if dtype == "I32" else 2)
+    if name.endswith(".weight_packed"):  # compressed-tensors
+        return count * (32 // bits if dtype == "I32" else 2)
     return count if dtype.startswith("F8_") or dtype == "I8" else 0
 
 
 def packed_bits(settings: Mapping[str, Any] | None) -> int:
-    """Returns the bits of a number in a packed word, as the quantization settings say."""
-    bits = (settings or {}).get("bits")
-    return bits if isinstance(bits, int) and bits > 0 else 4
+    """Returns the bits of a number in a packed word, as the quantization settings say; the fewest, if groups of layers have several."""
+    groups = ((settings or {}).get("config_groups") or {}).values()
+    known = [(settings or {}).get("bits"), *((group.get("weights") or {}).get("num_bits") for group in groups)]
+    return min((bits for bits in known if isinstance(bits, int) and bits > 0), default=4)
 
 
 def configs_of(hf_config: Any) -> tuple[Any, ...]:
