@@ -341,6 +341,10 @@ def _from_pretrained(
         reason = " ".join(str(e).split())
         if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
             raise _without_weights(config) from e
+        if "automatic conversion of the weights" in reason:  # a report that is not shown says of which
+            reason = (
+                "tensors that make one weight together, such as those of experts, are missing or do not fit one another"
+            )
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
     _check_found(config, found)
     return module

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from batchgen.config import ModelConfig
@@ -13,7 +14,7 @@ from batchgen.model.adapter import prepare
 from batchgen.model.loader import load_model, pick_device
 from batchgen.prompts import load_tokenizer
 from support.hub import cache_model
-from support.models import build
+from support.models import build, load_folder
 from support.progress import logged
 from support.python_process import run_python
 from support.wrappers import TEXTS, text_model
@@ -136,6 +137,16 @@ def test_weights_that_are_not_in_the_cache_are_not_taken_for_pickled_ones(cached
     assert str(caught.value) == (
         "the weights of model 'org/name' are not in the local cache, and the hub cannot be reached; check the connection and HF_HUB_OFFLINE"
     )
+
+
+def test_an_expert_that_lacks_a_matrix_is_an_error_that_says_so(tmp_path):
+    """transformers' own error names a report that nobody sees."""
+    build("qwen3_moe").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[next(name for name in weights if ".experts.3.up_proj" in name)]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="such as those of experts, are missing or do not fit one another"):
+        load_folder(tmp_path)
 
 
 def test_running_a_part_that_was_left_out_is_an_error_that_says_so():
