@@ -236,9 +236,11 @@ def has_chat_template(config: ModelConfig) -> bool | None:
         (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     ):
         return True
+    files = [folder / name for name in ("tokenizer_config.json", "processor_config.json")]
     try:
-        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file == files[0] or file.exists()]
+        return any(settings.get("chat_template") is not None for settings in found)
+    except (OSError, ValueError, AttributeError):
         return None
 
 

@@ -31,8 +31,8 @@ _CONTEXT_NAMES = (
 OTHER_PARTS = ("vision_config", "audio_config")
 """Names under which configurations describe parts other than the language model."""
 _GENERATION = "generation_config.json"
-_PROCESSOR_TEMPLATE = "chat_template.json"
-"""The file in which older multimodal checkpoints (LLaVA) have their chat template. transformers reads it with the processor alone."""
+_PROCESSOR_TEMPLATES = ("processor_config.json", "chat_template.json")
+"""The files in which older multimodal checkpoints (LLaVA) may have their chat template. transformers reads them with the processor alone, in this order."""
 # A tokenizer without a limit has a number such as 10**30.
 _SANE_CONTEXT = 100_000_000
 
@@ -89,7 +89,8 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     if tokenizer is None:
         tokenizer = _load_hf_tokenizer(config, hf_config)
         if tokenizer.chat_template is None:
-            tokenizer.chat_template = _small_file(config, _PROCESSOR_TEMPLATE).get("chat_template")
+            found = (_small_file(config, name).get("chat_template") for name in _PROCESSOR_TEMPLATES)
+            tokenizer.chat_template = next((each for each in found if isinstance(each, str | dict)), None)
     # If files are missing, some classes make an empty tokenizer, or one with special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise load_failure(config, "tokenizer", ValueError("its vocabulary is empty"))

@@ -16,6 +16,7 @@ from batchgen.config import JobConfig, ModelConfig
 from batchgen.dry_run import plan_job
 from batchgen.errors import ModelError
 from batchgen.model.architectures import context_note
+from batchgen.model_files import has_chat_template
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.encoding import Encoder
 from batchgen.prompts.hub import load_failure
@@ -239,10 +240,15 @@ def test_long_rope_has_the_models_whole_context(tools, tmp_path, config, short):
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "processor"), ("tokenizer", "tokenizer")])
-def test_a_chat_template_in_the_processors_own_file_is_used_if_the_tokenizer_has_none(tools, tmp_path, own, expected):
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+def test_a_chat_template_in_the_processors_own_file_is_used_if_the_tokenizer_has_none(
+    tools, tmp_path, file, own, expected
+):
     folder = tools.save_model(tmp_path, tokenizer=tools.byte_tokenizer(chat_template=own))
-    (tmp_path / "chat_template.json").write_text('{"chat_template": "processor"}')
+    assert has_chat_template(ModelConfig(model=str(folder))) is (own is not None)
+    (tmp_path / file).write_text('{"chat_template": "processor"}')
     assert load(folder).hf_tokenizer.chat_template == expected
+    assert has_chat_template(ModelConfig(model=str(folder)))
 
 
 def test_a_package_that_transformers_lacks_is_named():
