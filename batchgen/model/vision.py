@@ -40,6 +40,7 @@ from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, 
 from batchgen.request import IMAGE_IDS, Image, image_ends
 from batchgen.scheduling.batch import PackedSpans, ScheduledSpan
 from batchgen.scheduling.sequence import GenerationSequence, Span
+from batchgen.stats import counted
 
 AHEAD = 4
 """Number of images whose pixels are prepared before they are needed."""
@@ -405,13 +406,15 @@ def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.d
             trust_remote_code=config.trust_remote_code,
             dtype=dtype,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
             **({} if packed is None else {"state_dict": packed}),
         )
-    missing = sorted(found["missing_keys"])
-    if missing:
+    unfit = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+    if unfit:
         raise ModelError(
-            f"the weights in {config.model!r} lack {len(missing)} tensors of the image encoder, among them {missing[0]}",
+            f"the weights in {config.model!r} lack {counted(len(unfit), 'tensor')} of the image encoder, or have other shapes than its config.json "
+            f"says, among them {unfit[0]}",
             "copy the weights and config.json from one model",
         )
     layers = {part for part in encoder.modules() if type(part) is torch.nn.Linear} if halves else set()

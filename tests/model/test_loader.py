@@ -12,11 +12,13 @@ from batchgen.errors import ModelError
 from batchgen.model import loader, multimodal
 from batchgen.model.adapter import prepare
 from batchgen.model.loader import load_model, pick_device
+from batchgen.model.vision import load_encoder
 from batchgen.prompts import load_tokenizer
 from support.hub import cache_model
 from support.models import build, load_folder
 from support.progress import logged
 from support.python_process import run_python
+from support.vision import make as make_seeing
 from support.wrappers import TEXTS, text_model
 
 
@@ -147,6 +149,19 @@ def test_an_expert_that_lacks_a_matrix_is_an_error_that_says_so(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="such as those of experts, are missing or do not fit one another"):
         load_folder(tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda x: None, lambda x: x[:, 1:].contiguous()], ids=["missing", "another shape"])
+def test_an_image_encoder_that_does_not_fit_is_an_error_of_the_model_not_of_its_images(change, tmp_path):
+    make_seeing("llava", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "vision_tower" in name and name.endswith("fc1.weight"))
+    changed = weights | {name: change(weights[name])}
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = ModelConfig(model=str(tmp_path), device="cpu")
+    with pytest.raises(ModelError, match=r"lack 1 tensor of the image encoder, or have other shapes .*fc1\.weight"):
+        load_encoder(config, load_tokenizer(config), torch.float32)
 
 
 def test_running_a_part_that_was_left_out_is_an_error_that_says_so():
