@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -244,6 +244,9 @@ class DenseStack:
         self._workspace = workspace
         self._rows = 0
         """Rows for which the workspace has room."""
+        widths = [_widths(layer) for layer in layers]
+        self._row, self._widest = max(map(sum, widths)), max(map(max, widths))
+        self._has_8_bits = any(isinstance(layer.o, Int8Linear) for layer in layers)
         self._prepared: dict[bool, _Prepared] = {}
         """By whether the last layer leaves tokens out."""
         attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
@@ -317,11 +320,10 @@ class DenseStack:
         if rows > self._rows:
             self._prepared.clear()
             self._rows = rows + rows // 4  # so that a step that is a little larger needs no new arguments
-        sizes = [_widths(layer) for layer in self.layers]
-        memory = self._workspace.at(self._rows * max(map(sum, sizes)) * x.itemsize)
+        memory = self._workspace.at(self._rows * self._row * x.itemsize)
         in_8_bits = None
-        if any(isinstance(layer.o, Int8Linear) for layer in self.layers):
-            in_8_bits = self._workspace.in_8_bits(self._rows, max(map(max, sizes)))
+        if self._has_8_bits:
+            in_8_bits = self._workspace.in_8_bits(self._rows, self._widest)
         settings = (memory, in_8_bits, x.dtype, cos.dtype, cos.shape[2], cos.stride(1), torch.get_num_threads())
         prepared = self._prepared.get(wanted is not None)
         if prepared is None or prepared.settings != settings or prepared.cache() is not attention.cache:
@@ -432,7 +434,7 @@ class _LayerResults(NamedTuple):
     """Of an adapter's first product."""
 
 
-class _Now(Enum):
+class _Now(IntEnum):
     """A number that a step writes into the arguments of kernels."""
 
     ROWS = auto()
