@@ -195,7 +195,7 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
     mlp: FusedMLP | None = layer.mlp if isinstance(layer.mlp, FusedMLP) else None
     if (mlp is None and names is not _TWO_NORMS) or getattr(layer, "enable_moe_block", False):
         return None
-    if type(getattr(layer, "act_fn", None)) not in (*BY_TYPE, type(None)):
+    if hasattr(layer, "per_layer_input_gate") and type(layer.act_fn) not in BY_TYPE:
         return None
     norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
     parts = _parts_of(mixer)

@@ -2,7 +2,8 @@
 kernels, and of others the part before the MLP.
 
 The kernels and their results are those of the separate modules, except that the weights of q, k and v are joined if possible, so that one
-product makes all three, and that a kernel computes the decays and strengths of the gated delta rule. The kernels' arguments are kept from step to step, and only what a step changes is written into them.
+product makes all three, and that a kernel computes the decays and strengths of the gated delta rule. The kernels' arguments are kept from step
+to step, and only what a step changes is written into them.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ class DenseStack:
         """By whether the last layer leaves tokens out."""
         attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
         self._float32_cos = all(mixer.float32_cos for mixer in attending)
-        self._head_size = min((mixer.head_size for mixer in attending), default=None)
+        self._head_size = min((mixer.head_size for mixer in attending), default=0)
         self._scaled_from = min((of.scaled_from for of in attending if of.scaled_from is not None), default=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DenseStack:
@@ -269,7 +270,7 @@ class DenseStack:
             and x.shape[1:] == (cos.shape[1], first.in_features)
             and x.is_contiguous()
             and x.dtype == first.dtype
-            and (self._head_size is None or self._turns_by(x, cos, sin))
+            and (not self._head_size or self._turns_by(x, cos, sin))
             and (self._scaled_from is None or attention.positions.max(initial=0) < self._scaled_from)
         )
 
@@ -280,7 +281,7 @@ class DenseStack:
             and cos.shape == sin.shape
             and cos.stride() == sin.stride()
             and cos.stride(2) == 1
-            and cos.shape[2] <= (self._head_size or 0)
+            and cos.shape[2] <= self._head_size
             and cos.shape[2] % 2 == 0
         )
 

@@ -96,8 +96,8 @@ class DeviceMLP(torch.nn.Module):
 
 
 def _mlp_on_device(part: Any) -> torch.nn.Module | None:
-    names, activation = parts_of_mlp(part) or ((), None)
-    return None if activation is None else DeviceMLP(part, names, activation)
+    found = parts_of_mlp(part)
+    return None if found is None else DeviceMLP(part, *found)
 
 
 class DeviceProjection(torch.nn.Module):

@@ -208,21 +208,23 @@ class FusedMLP(torch.nn.Module):
 
 
 _OF_MLPS = (
-    ("gate_proj", "up_proj", "down_proj", "act_fn"),
-    ("gate_proj", "up_proj", "down_proj", "activation_fn"),
-    ("gate_up_proj", "down_proj", "activation_fn"),
-    ("input_linear", "output_linear", "activation"),
-    ("w1", "w3", "w2", None),
+    (("gate_proj", "up_proj", "down_proj"), "act_fn"),
+    (("gate_proj", "up_proj", "down_proj"), "activation_fn"),
+    (("gate_up_proj", "down_proj"), "activation_fn"),
+    (("input_linear", "output_linear"), "activation"),
 )
-"""The names of the parts of gated MLPs in transformers: gate and up, down, and the activation, which is SiLU without a name."""
+"""The names of the linear layers of gated MLPs in transformers, and of their activation."""
 
 
-def parts_of_mlp(part: Any) -> tuple[tuple[str, ...], Activation | None] | None:
-    """Returns the names of a gated MLP's linear layers, and its activation, None if it is not known; None for other modules."""
+def parts_of_mlp(part: Any) -> tuple[tuple[str, ...], Activation] | None:
+    """Returns the names of a gated MLP's linear layers, gate and up before down, and its activation; None for other modules and activations."""
     if known_code(part) is not Code.GATED_MLP:
         return None
-    *names, act = next(names for names in _OF_MLPS if all(name is None or hasattr(part, name) for name in names))
-    return tuple(map(str, names)), Activation.SILU if act is None else ACTIVATIONS.get(type(getattr(part, act)))
+    if hasattr(part, "w1"):  # LFM2, whose activation is in its code
+        return ("w1", "w3", "w2"), Activation.SILU
+    names, act = next((names, act) for names, act in _OF_MLPS if hasattr(part, names[0]) and hasattr(part, act))
+    activation = ACTIVATIONS.get(type(getattr(part, act)))
+    return None if activation is None else (names, activation)
 
 
 def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
@@ -231,7 +233,7 @@ def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module |
         return None
     names, act = found
     *gates, down = (getattr(part, name) for name in names)
-    if act is None or not all(_can_pack(layer, shared, packing) for layer in (*gates, down)):
+    if not all(_can_pack(layer, shared, packing) for layer in (*gates, down)):
         return None
     weights = [half for layer in gates for half in layer.weight.chunk(3 - len(gates))]
     biases = [half for layer in gates for half in _halves(layer.bias, 3 - len(gates))]

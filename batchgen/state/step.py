@@ -107,10 +107,10 @@ class StateStep:
     def take_over(self, layer: int, convolution: recurrent.Convolution, rule: recurrent.Rule) -> None:
         """Makes the kernels' arguments for a layer's convolution and recurrence those of this step, which must be kept until they have run."""
         spans = self._layout(CPU).spans
+        count, addresses = len(spans.starts), spans.addresses
         for of, states in ((convolution, self._cache.convolution[layer]), (rule, self._cache.recurrent[layer])):
-            of.spans = len(spans.starts)
-            of.starts, of.lengths, of.read, of.write = spans.addresses
-            of.states = states.data_ptr()
+            of.spans, of.states = count, states.data_ptr()
+            of.starts, of.lengths, of.read, of.write = addresses
 
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],

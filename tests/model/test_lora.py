@@ -284,7 +284,7 @@ def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path):
     path.write_text(json.dumps(settings | {"target_modules": "("}))
     assert "cannot be merged: missing ), unterminated subpattern" in refusal(tmp_path)
     path.write_text(json.dumps(settings | {"init_lora_weights": "pissa_niter_4"}))
-    assert "peft begins it anew in each load, by chance (init_lora_weights pissa_niter_4)" in refusal(tmp_path)
+    assert "peft starts it with other numbers in each load (init_lora_weights pissa_niter_4)" in refusal(tmp_path)
     path.write_text(json.dumps(settings | {"layer_replication": [[0, 2], [1, 2]]}))
     assert "cannot be merged: it adds layers (layer_replication)" in refusal(tmp_path)
     path.write_text(json.dumps(settings | {"peft_type": "IA3"}))

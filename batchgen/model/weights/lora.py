@@ -49,7 +49,7 @@ def add_adapter(
         raise ModelError(f"the adapter {lora!r} is of type {kind}, and only LORA can be used")
     if str(begun := settings.get("init_lora_weights")).startswith("pissa_niter"):
         raise ModelError(
-            f"the adapter {lora!r} cannot be merged: peft begins it anew in each load, by chance (init_lora_weights {begun})",
+            f"the adapter {lora!r} cannot be merged: peft starts it with other numbers in each load (init_lora_weights {begun})",
             "convert it with path_initial_model_for_weight_conversion of peft's save_pretrained",
         )
     if settings.get("layer_replication"):
