@@ -7,6 +7,7 @@ running its attention once.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -20,9 +21,9 @@ from batchgen.kernels.dense_layer import (
     Attention,
     DenseLayer,
     DenseStack,
-    GatedDelta,
     LayerNorms,
     OwnInput,
+    Recurrence,
     Workspace,
     in_one_call,
     joined,
@@ -58,11 +59,12 @@ def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> None:
             continue
         kind = _KINDS[code]
         with around(module):
-            dense = None if kind.norms is None else _dense_layer(module, kind.norms)
+            dense = _dense_layer(module, kind)
         by_parts = plain if kind.by_parts is None else kind.by_parts
         if dense is not None:
             module.dense = DenseStack([dense], None, workspace)
-            module.forward = MethodType(in_one_call(by_parts, _with_mlp if dense.mlp is None else None), module)
+            ends = dense.mlp is None and kind.mlp is not None
+            module.forward = MethodType(in_one_call(by_parts, _with_mlp if ends else None), module)
         elif kind.by_parts is not None:
             module.forward = MethodType(by_parts, module)
     for module in model.modules():
@@ -165,7 +167,7 @@ def _narrow(whole: Callable[..., torch.Tensor], first: bool, last: bool) -> Call
 def _can_narrow(layer: Any) -> bool:
     """Whether a module is a decoder layer that leaves out the tokens that `PackedAttention.wanted` does not name."""
     forward = getattr(layer.__dict__.get("forward"), "__func__", None)
-    return hasattr(layer, "self_attn") and ("dense" in layer.__dict__ or forward is _plain_layer)
+    return layer._modules.get("self_attn") is not None and ("dense" in layer.__dict__ or forward is _plain_layer)
 
 
 def _fuse_stack(body: Any, workspace: Workspace) -> None:
@@ -186,18 +188,21 @@ def _fuse_stack(body: Any, workspace: Workspace) -> None:
         body.forward = MethodType(stack_forward, body)
 
 
-def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
-    """Returns the layer as a `DenseLayer`; None if a part of it is not a kernel. `names`: the names of its norms.
+def _dense_layer(layer: Any, kind: _Kind) -> DenseLayer | None:
+    """Returns the layer as a `DenseLayer`; None if a part of it is not a kernel.
 
     A layer of two norms may end before its MLP, which is a mixture of experts.
     """
-    mixer: Any = layer._modules.get("self_attn", layer._modules.get("linear_attn"))
-    mlp: FusedMLP | None = layer.mlp if isinstance(layer.mlp, FusedMLP) else None
-    if (mlp is None and names is not _TWO_NORMS) or getattr(layer, "enable_moe_block", False):
+    mixer: Any = _mixer_of(layer)
+    whole: Any = None if kind.mlp is None else getattr(layer, kind.mlp)
+    mlp: FusedMLP | None = whole if isinstance(whole, FusedMLP) and not getattr(layer, "has_experts", False) else None
+    if mlp is None and kind.mlp is not None and kind.norms is not _TWO_NORMS:
+        return None
+    if getattr(layer, "enable_moe_block", False):
         return None
     if hasattr(layer, "per_layer_input_gate") and type(layer.act_fn) not in BY_TYPE:
         return None
-    norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
+    norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in kind.norms))
     parts = _parts_of(mixer)
     of_mlp = [] if mlp is None else [mlp.gate_up, mlp.down]
     own = _own_input(layer)
@@ -207,13 +212,19 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
         [*norms, *parts.head_norms, None if own is None else own.norm],
     ):
         return None
-    made = _attention(mixer, parts) if "self_attn" in layer._modules else _gated_delta(mixer, parts)
+    made = _recurrence(mixer, parts) if "recurrent_step" in mixer.__dict__ else _attention(mixer, parts)
     if made is None or sum(part.out_features for part in (*parts.alike, *parts.more)) != made.widths[0]:
         return None
     return DenseLayer(
         mixer.layer_idx, norms, [*joined(parts.alike), *parts.more], made, parts.o, mlp, own,
         by=_multiplier(layer), times=float(getattr(layer, "layer_scalar", 1.0)),
     )  # fmt: skip
+
+
+def _mixer_of(layer: Any) -> Any:
+    """Returns a layer's attention, or its recurrent mixer."""
+    names = ("self_attn", "linear_attn", "mamba", "mixer")
+    return next(part for part in map(layer._modules.get, names) if part is not None)
 
 
 def _own_input(layer: Any) -> OwnInput | None:
@@ -235,13 +246,15 @@ class _Parts(NamedTuple):
 
 
 def _parts_of(mixer: Any) -> _Parts | None:
-    """Returns the parts of what `Attention` or `GatedDelta` describe; None for other modules."""
+    """Returns the parts of what `Attention` or `Recurrence` describe; None for other modules."""
     code = code_of(type(mixer).forward, type(mixer))
     if mixer._forward_hooks or mixer._forward_pre_hooks:
         return None
     if code is Code.GATED_DELTA and "recurrent_step" in mixer.__dict__:
         return _Parts([mixer.in_proj_qkv, mixer.in_proj_z], [mixer.in_proj_b, mixer.in_proj_a], mixer.out_proj, [])
-    if code not in _ATTENTION or "fused_rotary" not in mixer.__dict__:
+    if code is Code.MAMBA2 and "recurrent_step" in mixer.__dict__:
+        return _Parts([mixer.in_proj], [], mixer.out_proj, [])
+    if code is not Code.PLAIN_ATTENTION and (code not in _ATTENTION or "fused_rotary" not in mixer.__dict__):
         return None
     fused = hasattr(mixer, "qkv_proj")
     names = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
@@ -250,11 +263,17 @@ def _parts_of(mixer: Any) -> _Parts | None:
     return _Parts(inputs, [], mixer.o_proj, head_norms)
 
 
-_ATTENTION = (Code.ATTENTION, Code.SCALED_ATTENTION, Code.GATED_ATTENTION, Code.SHARING_ATTENTION)
+_ATTENTION = (
+    Code.ATTENTION,
+    Code.SCALED_ATTENTION,
+    Code.GATED_ATTENTION,
+    Code.SHARING_ATTENTION,
+    Code.GRANITE_ATTENTION,
+)
 
 
 def _attention(module: Any, parts: _Parts) -> Attention | None:
-    rotary: FusedRotary = module.fused_rotary
+    rotary: FusedRotary | None = module.__dict__.get("fused_rotary")
     asked = _asked_of_attention(module, rotary, parts.alike[0])
     if asked is None:
         return None
@@ -273,26 +292,31 @@ def _attention(module: Any, parts: _Parts) -> Attention | None:
         value_norm = FusedNorm(torch.ones(size, dtype=q_HTD.dtype), 0.0, eps_of(value_norm), rounds_first=False)
     return Attention(
         len(q_HTD), len(k_KTD), size, options, parts.head_norms, code is Code.GATED_ATTENTION,
-        turns=not bool(q_HTD.any() or k_KTD.any()), float32_cos=rotary.keeps_type, of_halves=rotary.of_halves, scaled_from=scaled,
-        value_norm=value_norm, made=3 if hasattr(module, "qkv_proj") else len(parts.alike),
+        turns=not bool(q_HTD.any() or k_KTD.any()), float32_cos=rotary is not None and rotary.keeps_type,
+        of_halves=rotary is not None and rotary.of_halves, scaled_from=scaled, value_norm=value_norm, made=3 if hasattr(module, "qkv_proj") else len(parts.alike),
     )  # fmt: skip
 
 
-def _gated_delta(module: Any, parts: _Parts) -> GatedDelta | None:
-    filter_CK, norm = module.conv1d.weight.squeeze(1), module.norm
-    dtype = parts.o.dtype
+def _recurrence(module: Any, parts: _Parts) -> Recurrence | None:
+    convolution, norm, dtype = module.conv1d, module.norm, parts.o.dtype
+    filter_CK, bias = convolution.weight.squeeze(1), convolution.bias
+    delta = code_of(type(module).forward, type(module)) is Code.GATED_DELTA
     if (
-        module.conv1d.bias is not None
-        or filter_CK.dtype != dtype
+        filter_CK.dtype != dtype
+        or (bias is not None and bias.dtype != dtype)
         or module.activation not in ACTIVATIONS
         or not isinstance(norm, FusedGatedNorm)
         or norm.weight.dtype != dtype
     ):
         return None
-    return GatedDelta(
-        module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, filter_CK.t().contiguous(),
-        ACTIVATIONS[module.activation], -module.A_log.float().exp(), module.dt_bias.float(), norm,
-        norm.factor.repeat(module.num_v_heads), lambda: module.recurrent_step(),
+    if delta:
+        sizes = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+    else:
+        sizes = module.n_groups, module.num_heads, module.ssm_state_size, module.head_dim
+    biases = module.dt_bias if delta else module.dt_bias.to(dtype)
+    return Recurrence(
+        delta, *sizes, filter_CK.t().contiguous(), bias, ACTIVATIONS[module.activation], -module.A_log.float().exp(), biases.float(),
+        None if delta else module.D.float(), (0.0, math.inf) if delta else tuple(module.time_step_limit), norm, norm.factor.repeat(sizes[1]) if delta else norm.factor, lambda: module.recurrent_step(),
     )  # fmt: skip
 
 
@@ -323,7 +347,7 @@ class _AttentionProbe:
 
 
 def _asked_of_attention(
-    attention: Any, rotary: FusedRotary, first: PackedLinear | Int8Linear
+    attention: Any, rotary: FusedRotary | None, first: PackedLinear | Int8Linear
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any] | None:
     """Runs attention on one token. Returns its queries, keys, values and options; None if it does not call batchgen's attention.
 
@@ -331,15 +355,19 @@ def _asked_of_attention(
     """
     asked = _AttentionProbe()
     x = torch.ones(1, 1, first.in_features, dtype=first.dtype)
-    width = attention.head_dim // 2 if rotary.of_halves else attention.head_dim
+    width = attention.head_dim // 2 if rotary is not None and rotary.of_halves else attention.head_dim
     cos = torch.zeros(1, 1, width, dtype=first.dtype)
+    turns: tuple[torch.Tensor, torch.Tensor] | None = cos, cos
     more: dict[str, Any] = {}
-    if code_of(type(attention).forward, type(attention)) is Code.SHARING_ATTENTION:
+    code = code_of(type(attention).forward, type(attention))
+    if code is Code.GRANITE_ATTENTION and attention.config.position_embedding_type != "rope":
+        turns = None
+    if code is Code.SHARING_ATTENTION:
         heads = attention.q_proj.out_features // attention.head_dim // attention.num_key_value_groups
         given = torch.zeros(1, heads, 1, attention.head_dim, dtype=first.dtype)
         more["shared_kv_states"] = defaultdict(lambda: (given, given))
     attention(
-        hidden_states=x, position_embeddings=(cos, cos), attention_mask=None, step_attention=asked,
+        hidden_states=x, position_embeddings=turns, attention_mask=None, step_attention=asked,
         position_ids=torch.zeros(1, 1, dtype=torch.int64), **more,
     )  # fmt: skip
     return asked.given
@@ -350,24 +378,15 @@ def _plain_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch
     return _after_mixing(self, hidden_states, mixed, _wanted(self, kwargs))
 
 
-def _granite_hybrid_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    mixed = _mixed(self, hidden_states, kwargs)
-    mlp = self.shared_mlp
-    if self.has_experts:
-        mlp = lambda y: self.block_sparse_moe(y) + self.shared_mlp(y)  # noqa: E731
-    return _after_mixing(self, hidden_states, mixed, None, mlp)
-
-
 def _mixed(layer: Any, hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     """Returns the output of a layer's attention, or of its recurrent mixer. `given`: the arguments of the layer's forward."""
-    y = layer.input_layernorm(hidden_states)
-    recurrent: Any = layer._modules.get("linear_attn", layer._modules.get("mamba"))
+    y, mixer = layer.input_layernorm(hidden_states), _mixer_of(layer)
     mixed: torch.Tensor
-    if recurrent is None:
-        mixed, _ = layer.self_attn(hidden_states=y, **given)
+    if mixer is layer._modules.get("self_attn"):
+        mixed, _ = mixer(hidden_states=y, **given)
     else:
         rest = {name: value for name, value in given.items() if name not in _FOR_ATTENTION}
-        mixed = recurrent(hidden_states=y, **rest)
+        mixed = mixer(hidden_states=y, **rest)
     return mixed
 
 
@@ -411,16 +430,16 @@ def _fuse_gate(attention: Any) -> None:
 def _wanted(layer: Any, given: dict[str, Any]) -> torch.Tensor | None:
     """Returns the places of the tokens whose results of a layer are wanted; None if all are. `given`: the arguments of its forward."""
     attention: Any = given.get("step_attention")
-    if not hasattr(attention, "wanted") or not hasattr(layer, "self_attn"):
+    mixer: Any = layer._modules.get("self_attn")
+    if not hasattr(attention, "wanted") or mixer is None:
         return None
-    wanted: torch.Tensor | None = attention.wanted(layer.self_attn.layer_idx)
+    wanted: torch.Tensor | None = attention.wanted(mixer.layer_idx)
     return wanted
 
 
 def _after_mixing(
-    layer: Any, hidden_states: torch.Tensor, mixed: torch.Tensor, wanted: torch.Tensor | None,
-    mlp: Callable[[torch.Tensor], Any] | None = None,
-) -> torch.Tensor:  # fmt: skip
+    layer: Any, hidden_states: torch.Tensor, mixed: torch.Tensor, wanted: torch.Tensor | None
+) -> torch.Tensor:
     """Computes the rest of a decoder layer, after attention or a recurrent mixer: sum, norm, MLP, sum. Rows that are not wanted are 0."""
     x, by = hidden_states, _multiplier(layer)
     if wanted is not None:
@@ -431,7 +450,7 @@ def _after_mixing(
     else:
         x = x + mixed * by
         y = norm(x)
-    return _with_mlp(layer, hidden_states, x, y, wanted, mlp)
+    return _with_mlp(layer, hidden_states, x, y, wanted)
 
 
 def _multiplier(layer: Any) -> float:
@@ -441,11 +460,13 @@ def _multiplier(layer: Any) -> float:
 
 
 def _with_mlp(
-    layer: Any, hidden_states: torch.Tensor, x: torch.Tensor, y: torch.Tensor, wanted: torch.Tensor | None,
-    mlp: Callable[[torch.Tensor], Any] | None = None,
-) -> torch.Tensor:  # fmt: skip
+    layer: Any, hidden_states: torch.Tensor, x: torch.Tensor, y: torch.Tensor, wanted: torch.Tensor | None
+) -> torch.Tensor:
     """Returns a layer's output: the sum of the residual x [1, W, hidden] of the tokens that are wanted, and of what the MLP makes of y."""
-    more: Any = (layer.mlp if mlp is None else mlp)(y)
+    shared: Any = layer._modules.get("shared_mlp")
+    more: Any = layer.mlp(y) if shared is None else shared(y)
+    if shared is not None and layer.has_experts:
+        more = layer.block_sparse_moe(y) + more
     if isinstance(more, tuple):  # with the scores of a router
         more, _ = more
     by = _multiplier(layer)
@@ -456,10 +477,12 @@ def _with_mlp(
 class _Kind(NamedTuple):
     """A kind of decoder layer."""
 
-    norms: LayerNorms[str] | None = None
-    """The names of its norms; None if it cannot run in one call."""
+    norms: LayerNorms[str]
+    """The names of its norms."""
     by_parts: Callable[..., torch.Tensor] | None = None
     """A forward that runs its parts, with kernels for the sums; None for the layer's own."""
+    mlp: str | None = "mlp"
+    """The name of its MLP; None if it has none."""
 
 
 _TWO_NORMS = LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
@@ -474,5 +497,6 @@ _KINDS = {
     Code.SCALED_LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
     Code.LAYER_OF_LATE_NORMS: _Kind(_LATE_NORMS),
     Code.HYBRID_LAYER: _Kind(_TWO_NORMS, _plain_layer),
-    Code.GRANITE_LAYER: _Kind(None, _granite_hybrid_layer),
+    Code.GRANITE_LAYER: _Kind(_TWO_NORMS, _plain_layer, "shared_mlp"),
+    Code.BLOCK: _Kind(LayerNorms(before_attention="norm"), mlp=None),
 }

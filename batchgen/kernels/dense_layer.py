@@ -1,9 +1,9 @@
-"""Runs decoder layers with attention or the gated delta rule, and a gated MLP, in one call of the library, so that no Python runs between their
-kernels, and of others the part before the MLP.
+"""Runs decoder layers with attention, the gated delta rule or Mamba2, and a gated MLP, in one call of the library, so that no Python runs between
+their kernels, and of others the part before the MLP, or the only part that they have.
 
 The kernels and their results are those of the separate modules, except that the weights of q, k and v are joined if possible, so that one
-product makes all three, and that a kernel computes the decays and strengths of the gated delta rule. The kernels' arguments are kept from step
-to step, and only what a step changes is written into them.
+product makes all three, and that a kernel computes the decays and strengths of recurrences. The kernels' arguments are kept from step to step,
+and only what a step changes is written into them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from batchgen.kernels.build import kernel, library
 from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, of_both_halves
 from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
-from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, RotaryArguments, RowTable
+from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, RotaryArguments, RowTable, address_of
 from batchgen.kernels.recognition import has_cache
-from batchgen.kernels.recurrent import Convolution, DeltaGates, Gate, GatedNorm, Rule
+from batchgen.kernels.recurrent import Convolution, Gate, GatedNorm, RecurrentGates, Rule
 
 T = TypeVar("T")
 Linear = PackedLinear | Int8Linear
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cos and sin of the tokens' positions, [1, T, R] each."""
 
 
 class AttentionCall(Protocol):
@@ -65,7 +67,7 @@ class Attends(Protocol):
 class Recurs(Protocol):
     """What is used here of `StateStep`."""
 
-    def take_over(self, layer: int, convolution: Convolution, rule: Rule) -> None: ...
+    def take_over(self, layer: int, convolution: Convolution, gates: RecurrentGates, rule: Rule) -> None: ...
 
 
 class LayerNorms(NamedTuple, Generic[T]):
@@ -157,10 +159,16 @@ class Attention:
 
 
 @dataclass(frozen=True, eq=False)
-class GatedDelta:
-    """What a layer with the gated delta rule does between its first linear layers, which make queries, keys and values [.., K], [.., K] and
-    [.., V], the gates of the outputs, strengths and decays, and the last one: a causal convolution, the rule, and a gated norm."""
+class Recurrence:
+    """What a recurrent layer does between its first linear layers and the last one: a causal convolution, the gated delta rule or Mamba2's
+    recurrence, and a gated norm.
 
+    With the gated delta rule, the first linear layers make queries, keys and values, which are convolved, gates of the outputs, strengths and decays.
+    In Mamba2 they make gates, then x, B and C, which are convolved and stand for values, keys and queries, and steps.
+    """
+
+    delta: bool
+    """Whether this is the gated delta rule."""
     groups: int
     """Heads of queries and keys."""
     heads: int
@@ -168,10 +176,16 @@ class GatedDelta:
     value_size: int
     taps: torch.Tensor
     """Of the convolution, [K, channels]."""
+    bias: torch.Tensor | None
+    """Of the convolution."""
     activation: int
     rates: torch.Tensor
-    """Float32 [H]; a head's decay is e^(rate * softplus(a + bias))."""
+    """Float32 [H]; a head's decay is e^(rate * softplus(a + bias)), with its bias of `biases`."""
     biases: torch.Tensor
+    skip: torch.Tensor | None
+    """Float32 [H]: D of Mamba2."""
+    limits: tuple[float, float]
+    """Of Mamba2's steps in prompts."""
     norm: FusedGatedNorm
     factor: torch.Tensor
     """Of the norm, for all heads, one after the other; float32."""
@@ -179,10 +193,17 @@ class GatedDelta:
     """Returns the states of the present step."""
 
     @property
+    def values(self) -> int:
+        """The numbers a token of all heads' values."""
+        return self.heads * self.value_size
+
+    @property
     def widths(self) -> tuple[int, int, int, int]:
-        """The numbers a token of the linear layers' outputs, of the convolution, of decays and strengths, which are float32, and of the rule."""
-        convolved, values = self.taps.shape[1], self.heads * self.value_size
-        return convolved + values + 2 * self.heads, convolved, 4 * self.heads, values
+        """The numbers a token of the linear layers' outputs, of the convolution, of decays and strengths, which are float32, and of the recurrence,
+        which in Mamba2 are float32."""
+        convolved = self.taps.shape[1]
+        inputs = convolved + self.values + self.heads * (1 + self.delta)
+        return inputs, convolved, 4 * self.heads, self.values * (1 if self.delta else 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,10 +227,10 @@ class DenseLayer:
     norms: LayerNorms[FusedNorm]
     inputs: Sequence[Linear]
     """The linear layers that read x. What they make lies side by side in this order."""
-    mixer: Attention | GatedDelta
+    mixer: Attention | Recurrence
     o: Linear
     mlp: FusedMLP | None
-    """None if the layer ends before its MLP."""
+    """None if the layer ends before its MLP, or has none: then there is no norm before it either."""
     own_input: OwnInput | None = None
     by: float = 1.0
     times: float = 1.0
@@ -237,7 +258,7 @@ class Workspace:
 
 
 class DenseStack:
-    """Decoder layers that run one after the other, and the norm after the last one, if there is one. Or one layer that ends before its MLP."""
+    """Decoder layers that run one after the other, and the norm after the last one, if there is one. Or one layer without MLP."""
 
     def __init__(self, layers: Sequence[DenseLayer], norm: FusedNorm | None, workspace: Workspace) -> None:
         self.layers = layers
@@ -251,8 +272,9 @@ class DenseStack:
         self._prepared: dict[bool, _Prepared] = {}
         """By whether the last layer leaves tokens out."""
         attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
-        self._float32_cos = all(mixer.float32_cos for mixer in attending)
-        self._head_size = min((mixer.head_size for mixer in attending), default=0)
+        turned = [mixer for mixer in attending if mixer.turns]
+        self._float32_cos = all(mixer.float32_cos for mixer in turned)
+        self._head_size = min((mixer.head_size for mixer in turned), default=0)
         self._scaled_from = min((of.scaled_from for of in attending if of.scaled_from is not None), default=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DenseStack:
@@ -261,22 +283,24 @@ class DenseStack:
             copy.deepcopy(self.layers, memo), copy.deepcopy(self.norm, memo), copy.deepcopy(self._workspace, memo)
         )
 
-    def takes(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> bool:
-        """Whether the kernels can read this x [1, T, hidden] and these cos and sin [1, T, R], and no query is scaled."""
+    def takes(self, x: torch.Tensor, turns: Turns | None, attention: Attends) -> bool:
+        """Whether the kernels can read this x [1, T, hidden] and these cos and sin, and no query is scaled."""
         first = self.layers[0].inputs[0]
         return (
-            x.dim() == cos.dim() == 3
-            and x.shape[0] == cos.shape[0] == 1
-            and x.shape[1:] == (cos.shape[1], first.in_features)
+            x.dim() == 3
+            and x.shape[0] == 1
+            and x.shape[2] == first.in_features
             and x.is_contiguous()
             and x.dtype == first.dtype
-            and (not self._head_size or self._turns_by(x, cos, sin))
+            and (not self._head_size or (turns is not None and self._turns_by(x, *turns)))
             and (self._scaled_from is None or attention.positions.max(initial=0) < self._scaled_from)
         )
 
     def _turns_by(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         return (
-            cos.dtype == sin.dtype
+            cos.dim() == 3
+            and cos.shape[:2] == x.shape[:2]
+            and cos.dtype == sin.dtype
             and (cos.dtype == x.dtype or (self._float32_cos and cos.dtype == torch.float32))
             and cos.shape == sin.shape
             and cos.stride() == sin.stride()
@@ -286,25 +310,25 @@ class DenseStack:
         )
 
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends, own_input: torch.Tensor | None = None
-    ) -> torch.Tensor:  # fmt: skip
+        self, x: torch.Tensor, turns: Turns | None, attention: Attends, own_input: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns the output for x [1, T, hidden], which `takes` must accept. Rows that `attention` does not want of the last layer are 0.
 
         A layer without keys and values of its own gets the x of the wanted tokens alone. `own_input` [1, T, P]: of the only layer.
         """
-        out, wanted = self._run(x, cos, sin, attention, own_input=own_input)
+        out, wanted = self._run(x, turns, attention, own_input=own_input)
         return out if wanted is None else torch.zeros_like(x).index_copy_(1, wanted, out)
 
     def before_mlp(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends
+        self, x: torch.Tensor, turns: Turns | None, attention: Attends
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Returns the residual and what the MLP reads, [1, W, hidden] of the W tokens that are wanted, and their places, as `PackedAttention.wanted`."""
         normed = torch.empty_like(x)
-        out, wanted = self._run(x, cos, sin, attention, normed)
+        out, wanted = self._run(x, turns, attention, normed)
         return out, normed[:, : out.shape[1]], wanted
 
     def _run(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends, normed: torch.Tensor | None = None,
+        self, x: torch.Tensor, turns: Turns | None, attention: Attends, normed: torch.Tensor | None = None,
         own_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Returns the output [1, W, hidden] of the tokens that are wanted, and their places; None if these are all of x.
@@ -325,7 +349,9 @@ class DenseStack:
         in_8_bits = None
         if self._has_8_bits:
             in_8_bits = self._workspace.in_8_bits(self._rows, self._widest)
-        settings = (memory, in_8_bits, x.dtype, cos.dtype, cos.shape[2], cos.stride(1), torch.get_num_threads())
+        cos, sin = turns if self._head_size and turns is not None else (None, None)
+        of_cos = None if cos is None else (cos.dtype, cos.shape[2], cos.stride(1))
+        settings = (memory, in_8_bits, x.dtype, of_cos, torch.get_num_threads())
         prepared = self._prepared.get(wanted is not None)
         if prepared is None or prepared.settings != settings or prepared.cache() is not attention.cache:
             prepared = self._prepared[wanted is not None] = _Prepared(self, settings, self._rows, attention, wanted)
@@ -338,11 +364,11 @@ class DenseStack:
                 _Now.OUT_ROWS: out_rows,
                 _Now.X: x.data_ptr(),
                 _Now.OUT: out.data_ptr(),
-                _Now.NORMED: 0 if normed is None else normed.data_ptr(),
-                _Now.COS: cos.data_ptr(),
-                _Now.SIN: sin.data_ptr(),
-                _Now.WANTED: 0 if wanted is None else wanted.data_ptr(),
-                _Now.OWN: 0 if own_input is None else own_input.data_ptr(),
+                _Now.NORMED: address_of(normed),
+                _Now.COS: address_of(cos),
+                _Now.SIN: address_of(sin),
+                _Now.WANTED: address_of(wanted),
+                _Now.OWN: address_of(own_input),
                 _Now.OWN_ROW: 0 if own_input is None else own_input.stride(1),
             },
         )
@@ -354,20 +380,20 @@ def in_one_call(
 ) -> Callable[..., torch.Tensor]:
     """Returns the forward of a layer that has a `DenseLayer`. `by_parts` runs if the dense layer does not take the inputs.
 
-    `rest`: of a layer that ends before its MLP, the rest, which gets the layer, its inputs and what `DenseStack.before_mlp` returns.
+    `rest`: of a layer of which the call ends before its MLP, the rest, which gets the layer, its inputs and what `DenseStack.before_mlp` returns.
     """
 
     def forward(self: Any, hidden_states: torch.Tensor, *own: Any, **kwargs: Any) -> torch.Tensor:
         attention: Any = kwargs.get("step_attention")
         if hasattr(attention, "prepared") and kwargs.get("attention_mask") is None and not has_cache(kwargs):
             dense: DenseStack = self.dense
-            cos, sin = kwargs["position_embeddings"]
-            if getattr(dense.layers[0].mixer, "of_halves", False):
-                cos, sin = of_both_halves(cos, sin)
-            if dense.takes(hidden_states, cos, sin, attention):
+            turns: Turns | None = kwargs.get("position_embeddings")
+            if turns is not None and getattr(dense.layers[0].mixer, "of_halves", False):
+                turns = of_both_halves(*turns)
+            if dense.takes(hidden_states, turns, attention):
                 if rest is None:
-                    return dense(hidden_states, cos, sin, attention, *own)
-                return rest(self, hidden_states, *dense.before_mlp(hidden_states, cos, sin, attention))
+                    return dense(hidden_states, turns, attention, *own)
+                return rest(self, hidden_states, *dense.before_mlp(hidden_states, turns, attention))
         return by_parts(self, hidden_states, *own, **kwargs)
 
     return forward
@@ -394,9 +420,9 @@ def stack_forward(
     )
     if plain:
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cos, sin = self.rotary_emb(x, position_ids)
-        if self.stack.takes(x, cos, sin, attention):
-            return BaseModelOutputWithPast(last_hidden_state=self.stack(x, cos, sin, attention))
+        turns = self.rotary_emb(x, position_ids)
+        if self.stack.takes(x, turns, attention):
+            return BaseModelOutputWithPast(last_hidden_state=self.stack(x, turns, attention))
     return type(self).forward(
         self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
         use_cache=use_cache, **kwargs,
@@ -404,14 +430,15 @@ def stack_forward(
 
 
 def _widths(layer: DenseLayer) -> tuple[int, ...]:
-    """Returns the numbers a token of each result between the kernels (`_LayerResults`)."""
+    """Returns the numbers a token of each result between the kernels (`_LayerResults`); even, so that float32 among bfloat16 is aligned."""
     hidden = layer.o.out_features
     mlp: list[Any] = [] if layer.mlp is None else [layer.mlp.gate_up, layer.mlp.down]
     own: list[Any] = [] if layer.own_input is None else [layer.own_input.gate, layer.own_input.projection]
     adapters = [part.adapter for part in (*layer.inputs, layer.o, *mlp, *own)]
     low = max((each.down.out_features for each in adapters if each is not None), default=0)
     gated = max((part.out_features for part in (*mlp[:1], *own[:1])), default=0)
-    return hidden, hidden, *layer.mixer.widths, hidden, hidden, gated, low
+    widths = hidden, hidden, *layer.mixer.widths, hidden, hidden, gated, low
+    return tuple(width + width % 2 for width in widths)
 
 
 class _LayerResults(NamedTuple):
@@ -464,11 +491,11 @@ class _Prepared:
     ) -> None:
         self.settings = settings
         self.cache = weakref.ref(attention.cache)
-        memory, self._in_8_bits, self._dtype, self._cos_dtype, self._turned, self._cos_row, self._threads = settings
+        memory, self._in_8_bits, self._dtype, self._of_cos, self._threads = settings
         self._rows = _Now.ROWS  # of the kernels that are added next
         self._most_rows = rows
         self._attentions: list[AttentionCall] = []
-        self._recurrent: list[tuple[int, GatedDelta, Convolution, Rule]] = []
+        self._recurrent: list[tuple[int, Recurrence, Convolution, RecurrentGates, Rule]] = []
         self._later: defaultdict[_Now, list[tuple[ctypes.Structure, str]]] = defaultdict(list)
         self._added: list[Call] = []
         self._quantized: _Place | None = None
@@ -518,15 +545,15 @@ class _Prepared:
                 self._norm_of_sum(layer, stack.norm, total, y, at.residual, _Now.OUT, times=layer.times)
         self._calls = Calls(self._added)
 
-    def run(self, attention: Attends, now: dict[_Now, int]) -> None:
+    def run(self, attention: Attends, now: dict[_Now, int | None]) -> None:
         """Runs the kernels with these numbers, and this step's attention."""
         for name, number in now.items():
             for argument, field in self._later[name]:
                 setattr(argument, field, number)
         for prepared in self._attentions:
             attention.take_over(prepared)
-        for layer, mixer, convolution, rule in self._recurrent:
-            mixer.step().take_over(layer, convolution, rule)
+        for layer, mixer, convolution, gates, rule in self._recurrent:
+            mixer.step().take_over(layer, convolution, gates, rule)
         self._calls.run()
 
     def _add(self, call: Call, **fields: Any) -> None:
@@ -575,36 +602,46 @@ class _Prepared:
             )  # fmt: skip
         return at.mixed
 
-    def _recur(self, index: int, mixer: GatedDelta, at: _LayerResults) -> int:
-        """Adds the convolution of queries, keys and values, the gated delta rule, and its gated norm. Returns where the output is."""
+    def _recur(self, index: int, mixer: Recurrence, at: _LayerResults) -> int:
+        """Adds the convolution, the recurrence and its gated norm. Returns where the output is."""
         bytes_ = self._dtype.itemsize
-        row, convolved, _, values = mixer.widths
-        keys = mixer.groups * mixer.key_size
-        gates, b, a = (at.inputs + before * bytes_ for before in accumulate((convolved, values, mixer.heads)))
+        row, convolved, _, _ = mixer.widths
+        keys, values = mixer.groups * mixer.key_size, mixer.values
+        if mixer.delta:
+            x, gate, b = (at.inputs + before * bytes_ for before in (0, convolved, convolved + values))
+            a = b + mixer.heads * bytes_
+            q, k, v = (at.q + before * bytes_ for before in (0, keys, 2 * keys))
+        else:
+            gate, x, a = (at.inputs + before * bytes_ for before in (0, values, values + convolved))
+            b = 0
+            v, k, q = (at.q + before * bytes_ for before in (0, values, values + keys))
         strengths = at.k + 4 * mixer.heads * self._most_rows
         convolution = Convolution(
             channels=convolved, taps=len(mixer.taps) - 1, x_token=row, activation=mixer.activation, threads=self._threads,
-            x=at.inputs, weight=mixer.taps.data_ptr(), out=at.q,
+            x=x, weight=mixer.taps.data_ptr(), bias=address_of(mixer.bias), out=at.q,
         )  # fmt: skip
         rule = Rule(
-            heads=mixer.heads, groups=mixer.groups, rows=mixer.key_size, columns=mixer.value_size, normalize=True,
+            heads=mixer.heads, groups=mixer.groups, rows=mixer.key_size, columns=mixer.value_size, normalize=mixer.delta,
             q_token=convolved, k_token=convolved, v_token=convolved, threads=self._threads, decay=at.k, strength=strengths,
-            q=at.q, k=at.q + keys * bytes_, v=at.q + 2 * keys * bytes_, out=at.mixed, scale=mixer.key_size**-0.5,
+            skip=address_of(mixer.skip), q=q, k=k, v=v, out=at.mixed, scale=mixer.key_size**-0.5 if mixer.delta else 1,
         )  # fmt: skip
-        self._recurrent.append((index, mixer, convolution, rule))
+        gates = RecurrentGates(
+            heads=mixer.heads, token=row, threads=self._threads, b=b, a=a, rate=mixer.rates.data_ptr(), bias=mixer.biases.data_ptr(),
+            decay=at.k, strength=strengths, least=mixer.limits[0], most=mixer.limits[1],
+        )  # fmt: skip
+        self._recurrent.append((index, mixer, convolution, gates, rule))
         self._added.append(Call(kernel("convolve", self._dtype), convolution))
-        self._add(
-            Call(kernel("delta_gates", self._dtype), DeltaGates(threads=self._threads)),
-            tokens=self._rows, heads=mixer.heads, token=row, b=b, a=a, rate=mixer.rates.data_ptr(), bias=mixer.biases.data_ptr(),
-            decay=at.k, strength=strengths,
-        )  # fmt: skip
-        self._added.append(Call(kernel("delta_rule", self._dtype), rule))
+        self._add(Call(kernel("recurrent_gates", self._dtype), gates), tokens=self._rows)
+        self._added.append(Call(kernel("delta_rule" if mixer.delta else "mamba2", self._dtype), rule))
         norm = mixer.norm
-        groups = mixer.heads * norm.groups
+        groups = norm.groups * (mixer.heads if mixer.delta else 1)
+        to = kernel("gated_norm", self._dtype)
+        if not mixer.delta and self._dtype == torch.bfloat16:
+            to = kernel("gated_norm", torch.float32, "_to_bfloat16")
         self._add(
-            Call(kernel("gated_norm", self._dtype), GatedNorm(threads=self._threads, eps=norm.eps)),
+            Call(to, GatedNorm(threads=self._threads, eps=norm.eps)),
             rows=self._rows, groups=groups, size=values // groups, x_row=values, gate_row=row, gate_first=norm.gate_first,
-            sigmoid=norm.sigmoid, rounds=norm.rounds, weight=mixer.factor.data_ptr(), x=at.mixed, gate=gates, y=at.q,
+            sigmoid=norm.sigmoid, rounds=norm.rounds, weight=mixer.factor.data_ptr(), x=at.mixed, gate=gate, y=at.q,
         )  # fmt: skip
         return at.q
 
@@ -706,10 +743,11 @@ class _Prepared:
     def _rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads]) -> None:
         """Adds the rotary embeddings of queries and keys, into `to`, which may be the same memory."""
         q, k = heads
-        turn = kernel("rotary", self._dtype, "" if self._cos_dtype == self._dtype else "_by_float32")
+        cos_dtype, turned, cos_row = self._of_cos
+        turn = kernel("rotary", self._dtype, "" if cos_dtype == self._dtype else "_by_float32")
         self._add(
             Call(turn, RotaryArguments(threads=self._threads)),
-            tokens=_Now.ROWS, q_heads=q.heads, k_heads=k.heads, size=q.size, turned=self._turned, q_token=q.to_token, q_head=q.to_head,
-            k_token=k.to_token, k_head=k.to_head, cos_token=self._cos_row, q=q.at, k=k.at, cos=_Now.COS, sin=_Now.SIN,
+            tokens=_Now.ROWS, q_heads=q.heads, k_heads=k.heads, size=q.size, turned=turned, q_token=q.to_token, q_head=q.to_head,
+            k_token=k.to_token, k_head=k.to_head, cos_token=cos_row, q=q.at, k=k.at, cos=_Now.COS, sin=_Now.SIN,
             q_out=to[0].at, k_out=to[1].at,
         )  # fmt: skip

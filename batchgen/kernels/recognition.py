@@ -64,8 +64,14 @@ class Code(Enum):
     """The same; half of what the projection of queries gives is a gate of the output."""
     SHARING_ATTENTION = auto()
     """The same; values have a norm, and a layer may use the keys and values of an earlier one, which it finds in `shared_kv_states`."""
+    GRANITE_ATTENTION = auto()
+    """The same; with rotary embeddings if the configuration's `position_embedding_type` says so."""
+    PLAIN_ATTENTION = auto()
+    """The same without rotary embeddings."""
     GATED_DELTA = auto()
     """Projections, a convolution, the gated delta rule, a gated norm, an output projection."""
+    MAMBA2 = auto()
+    """A projection, a convolution, Mamba2's recurrence, a gated norm, an output projection."""
     LAYER = auto()
     """A decoder layer: norm, attention, sum, norm, MLP, sum. A layer with a `residual_multiplier` multiplies what it adds by it."""
     LAYER_WITH_DROPOUT = auto()
@@ -80,6 +86,8 @@ class Code(Enum):
     """A decoder layer with attention or a recurrent mixer."""
     GRANITE_LAYER = auto()
     """The same, with multipliers of its sums, and an MLP that all tokens share."""
+    BLOCK = auto()
+    """Norm, a mixer of any kind or an MLP, sum."""
     BODY = auto()
     """All of a decoder: embeddings, their cos and sin, the layers one after the other, a norm."""
 
@@ -146,6 +154,10 @@ _KNOWN = {
     "82199718afd60307": Code.SHARING_ATTENTION,  # Gemma 4 in transformers 5.17
     "2c2da6422818ded6": Code.GATED_DELTA,  # Qwen 3.5
     "3c21e029420a7467": Code.GATED_DELTA,  # Qwen 3.5 in transformers 5.17
+    "a49ee8dbccfa308a": Code.PLAIN_ATTENTION,  # Nemotron-H
+    "81622fb5169e278f": Code.GRANITE_ATTENTION,  # Granite 4 H
+    "8cd7daf2f48e1e30": Code.MAMBA2,  # Granite 4 H, Nemotron-H, Bamba, Mamba2, Zamba2
+    "ffd565d4ec0a205e": Code.MAMBA2,  # the same in transformers 5.17
     "93d662d105ce35eb": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
     "bc2f9c95094d14e2": Code.LAYER,  # Mixtral, MiniMax M2
     "2ac17ef6547413b2": Code.LAYER,  # gpt-oss
@@ -160,6 +172,7 @@ _KNOWN = {
     "0c0efce5e58c007c": Code.HYBRID_LAYER,  # Qwen 3.5
     "97d6a6daa7df04a2": Code.HYBRID_LAYER,  # Qwen3-Next, and Qwen 3.5 with experts
     "1f24de0c49f00178": Code.GRANITE_LAYER,  # Granite 4 H
+    "f51411616131b2d5": Code.BLOCK,  # Nemotron-H
     "4ad3f03adad4fc64": Code.BODY,  # Llama, OLMo 2 and most others
     "c0a062d39e2ed409": Code.BODY,  # Mistral, Ministral 3, Phi-3
     "a8716c6a30cc27f3": Code.BODY,  # Qwen 2 and 3

@@ -71,12 +71,14 @@ class Gate(ctypes.Structure):
     )
 
 
-class DeltaGates(ctypes.Structure):
-    """`DeltaGates` in recurrent.cpp is the same."""
+class RecurrentGates(ctypes.Structure):
+    """`RecurrentGates` in recurrent.cpp is the same."""
 
     _fields_ = (
         *integers("tokens", "heads", "token", "threads"),
-        *pointers("b", "a", "rate", "bias", "decay", "strength"),
+        *pointers("b", "a", "rate", "bias", "prompt", "decay", "strength"),
+        ("least", ctypes.c_float),
+        ("most", ctypes.c_float),
     )
 
 

@@ -104,10 +104,13 @@ class StateStep:
         out = _run_spans(at, states, (q, k, v, g, beta), torch.empty_like(v), delta_rule.delta_rule_token, chunked)
         return out.to(dtype)
 
-    def take_over(self, layer: int, convolution: recurrent.Convolution, rule: recurrent.Rule) -> None:
+    def take_over(
+        self, layer: int, convolution: recurrent.Convolution, gates: recurrent.RecurrentGates, rule: recurrent.Rule
+    ) -> None:
         """Makes the kernels' arguments for a layer's convolution and recurrence those of this step, which must be kept until they have run."""
-        spans = self._layout(CPU).spans
-        count, addresses = len(spans.starts), spans.addresses
+        at = self._layout(CPU)
+        gates.prompt = at.prompt.data_ptr()
+        count, addresses = len(at.spans.starts), at.spans.addresses
         for of, states in ((convolution, self._cache.convolution[layer]), (rule, self._cache.recurrent[layer])):
             of.spans, of.states = count, states.data_ptr()
             of.starts, of.lengths, of.read, of.write = addresses

@@ -60,6 +60,8 @@ WIDTHS = [
     {}, {"num_key_value_heads": 1}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 40, "num_key_value_heads": 4},
 ]  # fmt: skip
 EXPERTS = {"mlp_only_layers": []}
+HEADS, DENSE = {"mamba_d_head": 32}, {"num_local_experts": 0}
+BLOCKS = {"layers_block_type": ["mamba", "attention", "mamba", "mamba"], "num_hidden_layers": 4}
 SCALED_FROM_64 = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
@@ -69,25 +71,31 @@ KINDS = [
     ("granite", {"residual_multiplier": 0.22}), ("ministral3", {"rope_parameters": SCALED_FROM_64}), ("smollm3", {}), ("exaone4", {}), ("arcee", {}), ("mixtral", {}),
     ("qwen3_moe", EXPERTS), ("glm4_moe", {"first_k_dense_replace": 0}), ("gpt_oss", {}), ("qwen3_5_text", {}), ("qwen3_5_moe_text", {}),
     ("gemma4_text", {}), ("gemma4_text", {"attention_k_eq_v": True, "num_kv_shared_layers": 0}), ("gemma4_unified_text", {}),
+    ("granitemoehybrid/recurrent", HEADS), ("granitemoehybrid/recurrent", HEADS | DENSE), ("nemotron_h", BLOCKS),
 ]  # fmt: skip
 WITHOUT_OWN_KV = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Those whose last two of six layers read the keys and values of others."""
 BY_LAYERS = {
     "gemma3_text", "granite", "exaone4", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text",
-    "gemma4_text", "gemma4_unified_text",
+    "gemma4_text", "gemma4_unified_text", "granitemoehybrid/recurrent", "nemotron_h",
 }  # fmt: skip
 """Those whose layers do not all run in one call."""
-NEAR = {"qwen3_5_text": 1e-5, "qwen3_5_moe_text": 1e-5, "gemma4_text": 1e-4, "gemma4_unified_text": 1e-4}
+NEAR = {
+    "qwen3_5_text": 1e-5, "qwen3_5_moe_text": 1e-5, "gemma4_text": 1e-4, "gemma4_unified_text": 1e-4, "granitemoehybrid/recurrent": 1e-5,
+    "nemotron_h": 1e-5,
+}  # fmt: skip
 """Those whose separate parts are not all kernels: how near log-probabilities of float32 are."""
 IN_8_BITS = [
     ("llama", WIDTHS[2]), ("llama", WIDTHS[3]), ("qwen3", {}), ("phi3", {}), ("gemma2", {}), ("olmo2", {}), ("granite", {}), ("qwen3_moe", EXPERTS),
-    ("qwen3_5_text", {}), ("gemma4_text", {}),
+    ("qwen3_5_text", {}), ("gemma4_text", {}), ("granitemoehybrid/recurrent", HEADS | DENSE), ("nemotron_h", BLOCKS),
 ]  # fmt: skip
 LAYERS_IN_8_BITS = {
     "phi3": 2 * 4,
     "qwen3_moe": 2 * (4 + 3 * 4),
     "qwen3_5_text": 3 * 6 + 7,
     "gemma4_text": 4 * 9 + 2 * 7,
+    "granitemoehybrid/recurrent": 2 * 6 + 2 * 4,
+    "nemotron_h": 3 * 2 + 4,
 }
 """Linear layers, where there are not seven in each decoder layer."""
 

@@ -322,9 +322,9 @@ struct GatedNorm {  // `GatedNorm` in recurrent.py is the same
 
 INLINE floats gated(const GatedNorm& n, floats x) { return n.sigmoid ? 1.0f / (1.0f + exp(-x)) : activate<float>(SILU, x); }
 
-// X is the type of x and y, G that of the gate. `scratch` has room for a group.
-template <class X, class G>
-void gated_norm_group(const GatedNorm& n, const float* weight, const X* x, const G* gate, X* y, float* scratch) {
+// X, G and Y are the types of x, the gate and y. `scratch` has room for a group.
+template <class X, class G, class Y>
+void gated_norm_group(const GatedNorm& n, const float* weight, const X* x, const G* gate, Y* y, float* scratch) {
     floats squares{};
     for (int64_t i = 0; i < n.size; i += LANES) {
         floats v = load_at(x, i, n.size);
@@ -345,7 +345,7 @@ void gated_norm_group(const GatedNorm& n, const float* weight, const X* x, const
     }
 }
 
-template <class X, class G>
+template <class X, class G, class Y = X>
 void gated_norm(const GatedNorm& n) {
     const int64_t width = n.groups * n.size, threads = n.rows * width > 8192 ? n.threads : 1;
     const int64_t pieces = threads > 1 ? std::min(n.rows, 4 * threads) : 1;
@@ -354,8 +354,8 @@ void gated_norm(const GatedNorm& n) {
         for (int64_t piece; (piece = tasks.take()) >= 0;)
             for (int64_t row = n.rows * piece / pieces; row < n.rows * (piece + 1) / pieces; row++)
                 for (int64_t at = 0; at < width; at += n.size)
-                    gated_norm_group<X, G>(n, n.weight + at, (const X*)n.x + row * n.x_row + at, (const G*)n.gate + row * n.gate_row + at,
-                                           (X*)n.y + row * width + at, scratch.data());
+                    gated_norm_group(n, n.weight + at, (const X*)n.x + row * n.x_row + at, (const G*)n.gate + row * n.gate_row + at,
+                                     (Y*)n.y + row * width + at, scratch.data());
     });
 }
 
@@ -380,35 +380,44 @@ void gate(const Gate& g) {
     });
 }
 
-struct DeltaGates {  // `DeltaGates` in recurrent.py is the same
+struct RecurrentGates {  // `RecurrentGates` in recurrent.py is the same
     int64_t tokens, heads, token, threads;  // elements from one token of b and a to the next
-    const void *b, *a;                      // [heads] of a token
+    const void *b, *a;                      // [heads] of a token; b is null in Mamba2
     const float *rate, *bias;               // [heads]
+    const bool* prompt;                     // [tokens]: Mamba2's steps have these limits
     float *decay, *strength;                // [tokens][heads]
+    float least, most;
 };
 
-// strength = sigmoid(b), rounded to T; decay = e^(rate * softplus(a + bias)). One by one: there are few.
+float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+// The gated delta rule: strength = sigmoid(b), rounded to T; decay = e^(rate * softplus(a + bias)).
+// Mamba2: strength = softplus(a + bias), both rounded to T, and within limits; decay = e^(rate * strength). One by one: there are few.
 template <class T>
-void delta_gates(const DeltaGates& g) {
+void recurrent_gates(const RecurrentGates& g) {
+    const auto round = [](float x) { return rounded<T>(splat(x))[0]; };
     for_each(g.tokens, g.tokens * g.heads > 1024 ? g.threads : 1, [&](int64_t t) {
-        const T *b = (const T*)g.b + t * g.token, *a = (const T*)g.a + t * g.token;
+        const T *b = g.b ? (const T*)g.b + t * g.token : nullptr, *a = (const T*)g.a + t * g.token;
         for (int64_t h = 0; h < g.heads; h++) {
             const float x = to_float(a[h]) + g.bias[h];
-            g.decay[t * g.heads + h] = std::exp(g.rate[h] * (x > 20 ? x : std::log1p(std::exp(x))));
-            g.strength[t * g.heads + h] = rounded<T>(splat(1 / (1 + std::exp(-to_float(b[h])))))[0];
+            float step = b ? softplus(x) : round(softplus(round(x)));
+            if (!b && g.prompt[t]) step = std::min(std::max(step, g.least), g.most);
+            g.decay[t * g.heads + h] = std::exp(g.rate[h] * step);
+            g.strength[t * g.heads + h] = b ? round(1 / (1 + std::exp(-to_float(b[h])))) : step;
         }
     });
 }
 
 }  // namespace
 
-EXPORT void batchgen_delta_gates_float32(const DeltaGates* g) { delta_gates<float>(*g); }
-EXPORT void batchgen_delta_gates_bfloat16(const DeltaGates* g) { delta_gates<bf16>(*g); }
+EXPORT void batchgen_recurrent_gates_float32(const RecurrentGates* g) { recurrent_gates<float>(*g); }
+EXPORT void batchgen_recurrent_gates_bfloat16(const RecurrentGates* g) { recurrent_gates<bf16>(*g); }
 EXPORT void batchgen_gate_float32(const Gate* g) { gate<float>(*g); }
 EXPORT void batchgen_gate_bfloat16(const Gate* g) { gate<bf16>(*g); }
 EXPORT void batchgen_gated_norm_float32(const GatedNorm* n) { gated_norm<float, float>(*n); }
 EXPORT void batchgen_gated_norm_bfloat16(const GatedNorm* n) { gated_norm<bf16, bf16>(*n); }
 EXPORT void batchgen_gated_norm_float32_by_bfloat16(const GatedNorm* n) { gated_norm<float, bf16>(*n); }
+EXPORT void batchgen_gated_norm_float32_to_bfloat16(const GatedNorm* n) { gated_norm<float, bf16, bf16>(*n); }
 EXPORT void batchgen_scan_float32(const Scan* s) { scan(*s); }
 EXPORT void batchgen_convolve_float32(const Convolution* c) { convolve<float>(*c); }
 EXPORT void batchgen_convolve_bfloat16(const Convolution* c) { convolve<bf16>(*c); }
