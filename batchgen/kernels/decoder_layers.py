@@ -24,6 +24,7 @@ from batchgen.kernels.dense_layer import (
     LayerNorms,
     OwnInput,
     Recurrence,
+    ShortConvolution,
     Workspace,
     in_one_call,
     joined,
@@ -59,11 +60,11 @@ def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> None:
             continue
         kind = _KINDS[code]
         with around(module):
-            dense = _dense_layer(module, kind)
+            dense = _dense_layer(module, kind.norms)
         by_parts = plain if kind.by_parts is None else kind.by_parts
         if dense is not None:
             module.dense = DenseStack([dense], None, workspace)
-            ends = dense.mlp is None and kind.mlp is not None
+            ends = dense.mlp is None and _mlp_of(module) is not None
             module.forward = MethodType(in_one_call(by_parts, _with_mlp if ends else None), module)
         elif kind.by_parts is not None:
             module.forward = MethodType(by_parts, module)
@@ -173,7 +174,7 @@ def _can_narrow(layer: Any) -> bool:
 def _fuse_stack(body: Any, workspace: Workspace) -> None:
     """Gives the body of a model a forward that runs all of its layers in one call, if it only runs its parts one after the other."""
     layers = getattr(body, "layers", None)
-    norm = getattr(body, "norm", None)
+    norm = _first_of(body, "norm", "embedding_norm")
     if (
         not isinstance(layers, torch.nn.ModuleList)
         or not isinstance(norm, FusedNorm)
@@ -188,21 +189,20 @@ def _fuse_stack(body: Any, workspace: Workspace) -> None:
         body.forward = MethodType(stack_forward, body)
 
 
-def _dense_layer(layer: Any, kind: _Kind) -> DenseLayer | None:
-    """Returns the layer as a `DenseLayer`; None if a part of it is not a kernel.
+def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
+    """Returns the layer as a `DenseLayer`; None if a part of it is not a kernel. `names`: the names of its norms.
 
-    A layer of two norms may end before its MLP, which is a mixture of experts.
+    A layer without norms after attention and the MLP may end before its MLP, which is a mixture of experts.
     """
-    mixer: Any = _mixer_of(layer)
-    whole: Any = None if kind.mlp is None else getattr(layer, kind.mlp)
+    mixer, whole = _mixer_of(layer), _mlp_of(layer)
     mlp: FusedMLP | None = whole if isinstance(whole, FusedMLP) and not getattr(layer, "has_experts", False) else None
-    if mlp is None and kind.mlp is not None and kind.norms is not _TWO_NORMS:
+    if mlp is None and whole is not None and (names.after_attention or names.after_mlp):
         return None
     if getattr(layer, "enable_moe_block", False):
         return None
     if hasattr(layer, "per_layer_input_gate") and type(layer.act_fn) not in BY_TYPE:
         return None
-    norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in kind.norms))
+    norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
     parts = _parts_of(mixer)
     of_mlp = [] if mlp is None else [mlp.gate_up, mlp.down]
     own = _own_input(layer)
@@ -212,7 +212,7 @@ def _dense_layer(layer: Any, kind: _Kind) -> DenseLayer | None:
         [*norms, *parts.head_norms, None if own is None else own.norm],
     ):
         return None
-    made = _recurrence(mixer, parts) if "recurrent_step" in mixer.__dict__ else _attention(mixer, parts)
+    made = _recurrent(mixer, parts) if "recurrent_step" in mixer.__dict__ else _attention(mixer, parts)
     if made is None or sum(part.out_features for part in (*parts.alike, *parts.more)) != made.widths[0]:
         return None
     return DenseLayer(
@@ -223,8 +223,16 @@ def _dense_layer(layer: Any, kind: _Kind) -> DenseLayer | None:
 
 def _mixer_of(layer: Any) -> Any:
     """Returns a layer's attention, or its recurrent mixer."""
-    names = ("self_attn", "linear_attn", "mamba", "mixer")
-    return next(part for part in map(layer._modules.get, names) if part is not None)
+    return _first_of(layer, "self_attn", "linear_attn", "mamba", "conv", "mixer")
+
+
+def _mlp_of(layer: Any) -> Any:
+    """Returns a layer's MLP, or the one that all tokens share beside experts; None if it has none."""
+    return _first_of(layer, "mlp", "shared_mlp", "feed_forward")
+
+
+def _first_of(layer: Any, *names: str) -> Any:
+    return next((part for part in map(layer._modules.get, names) if part is not None), None)
 
 
 def _own_input(layer: Any) -> OwnInput | None:
@@ -250,17 +258,20 @@ def _parts_of(mixer: Any) -> _Parts | None:
     code = code_of(type(mixer).forward, type(mixer))
     if mixer._forward_hooks or mixer._forward_pre_hooks:
         return None
-    if code is Code.GATED_DELTA and "recurrent_step" in mixer.__dict__:
-        return _Parts([mixer.in_proj_qkv, mixer.in_proj_z], [mixer.in_proj_b, mixer.in_proj_a], mixer.out_proj, [])
-    if code is Code.MAMBA2 and "recurrent_step" in mixer.__dict__:
-        return _Parts([mixer.in_proj], [], mixer.out_proj, [])
+    if "recurrent_step" in mixer.__dict__:
+        if code is Code.GATED_DELTA:
+            return _Parts([mixer.in_proj_qkv, mixer.in_proj_z], [mixer.in_proj_b, mixer.in_proj_a], mixer.out_proj, [])
+        return (
+            _Parts([mixer.in_proj], [], mixer.out_proj, []) if code in (Code.MAMBA2, Code.SHORT_CONVOLUTION) else None
+        )
     if code is not Code.PLAIN_ATTENTION and (code not in _ATTENTION or "fused_rotary" not in mixer.__dict__):
         return None
     fused = hasattr(mixer, "qkv_proj")
     names = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
     inputs = [part for part in (getattr(mixer, name, None) for name in names) if part is not None]
-    head_norms = [getattr(mixer, name) for name in ("q_norm", "k_norm") if hasattr(mixer, name)]
-    return _Parts(inputs, [], mixer.o_proj, head_norms)
+    of_heads = ("q_norm", "q_layernorm", "k_norm", "k_layernorm")
+    head_norms = [getattr(mixer, name) for name in of_heads if hasattr(mixer, name)]
+    return _Parts(inputs, [], _first_of(mixer, "o_proj", "out_proj"), head_norms)
 
 
 _ATTENTION = (
@@ -297,17 +308,17 @@ def _attention(module: Any, parts: _Parts) -> Attention | None:
     )  # fmt: skip
 
 
-def _recurrence(module: Any, parts: _Parts) -> Recurrence | None:
-    convolution, norm, dtype = module.conv1d, module.norm, parts.o.dtype
-    filter_CK, bias = convolution.weight.squeeze(1), convolution.bias
-    delta = code_of(type(module).forward, type(module)) is Code.GATED_DELTA
-    if (
-        filter_CK.dtype != dtype
-        or (bias is not None and bias.dtype != dtype)
-        or module.activation not in ACTIVATIONS
-        or not isinstance(norm, FusedGatedNorm)
-        or norm.weight.dtype != dtype
-    ):
+def _recurrent(module: Any, parts: _Parts) -> Recurrence | ShortConvolution | None:
+    convolution, dtype = _first_of(module, "conv1d", "conv"), parts.o.dtype
+    bias = convolution.bias
+    if convolution.weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        return None
+    taps, step = convolution.weight.squeeze(1).t().contiguous(), lambda: module.recurrent_step()
+    code = code_of(type(module).forward, type(module))
+    if code is Code.SHORT_CONVOLUTION:
+        return ShortConvolution(taps, bias, step)
+    delta, norm = code is Code.GATED_DELTA, module.norm
+    if module.activation not in ACTIVATIONS or not isinstance(norm, FusedGatedNorm) or norm.weight.dtype != dtype:
         return None
     if delta:
         sizes = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
@@ -315,8 +326,9 @@ def _recurrence(module: Any, parts: _Parts) -> Recurrence | None:
         sizes = module.n_groups, module.num_heads, module.ssm_state_size, module.head_dim
     biases = module.dt_bias if delta else module.dt_bias.to(dtype)
     return Recurrence(
-        delta, *sizes, filter_CK.t().contiguous(), bias, ACTIVATIONS[module.activation], -module.A_log.float().exp(), biases.float(),
-        None if delta else module.D.float(), (0.0, math.inf) if delta else tuple(module.time_step_limit), norm, norm.factor.repeat(sizes[1]) if delta else norm.factor, lambda: module.recurrent_step(),
+        delta, *sizes, taps, bias, ACTIVATIONS[module.activation], -module.A_log.float().exp(), biases.float(),
+        skip=None if delta else module.D.float(), limits=(0.0, math.inf) if delta else tuple(module.time_step_limit), norm=norm,
+        factor=norm.factor.repeat(sizes[1]) if delta else norm.factor, step=step,
     )  # fmt: skip
 
 
@@ -463,9 +475,8 @@ def _with_mlp(
     layer: Any, hidden_states: torch.Tensor, x: torch.Tensor, y: torch.Tensor, wanted: torch.Tensor | None
 ) -> torch.Tensor:
     """Returns a layer's output: the sum of the residual x [1, W, hidden] of the tokens that are wanted, and of what the MLP makes of y."""
-    shared: Any = layer._modules.get("shared_mlp")
-    more: Any = layer.mlp(y) if shared is None else shared(y)
-    if shared is not None and layer.has_experts:
+    more: Any = _mlp_of(layer)(y)
+    if getattr(layer, "has_experts", False):
         more = layer.block_sparse_moe(y) + more
     if isinstance(more, tuple):  # with the scores of a router
         more, _ = more
@@ -481,8 +492,6 @@ class _Kind(NamedTuple):
     """The names of its norms."""
     by_parts: Callable[..., torch.Tensor] | None = None
     """A forward that runs its parts, with kernels for the sums; None for the layer's own."""
-    mlp: str | None = "mlp"
-    """The name of its MLP; None if it has none."""
 
 
 _TWO_NORMS = LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
@@ -497,6 +506,7 @@ _KINDS = {
     Code.SCALED_LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
     Code.LAYER_OF_LATE_NORMS: _Kind(_LATE_NORMS),
     Code.HYBRID_LAYER: _Kind(_TWO_NORMS, _plain_layer),
-    Code.GRANITE_LAYER: _Kind(_TWO_NORMS, _plain_layer, "shared_mlp"),
-    Code.BLOCK: _Kind(LayerNorms(before_attention="norm"), mlp=None),
+    Code.GRANITE_LAYER: _Kind(_TWO_NORMS, _plain_layer),
+    Code.CONVOLVING_LAYER: _Kind(LayerNorms(before_attention="operator_norm", before_mlp="ffn_norm")),
+    Code.BLOCK: _Kind(LayerNorms(before_attention="norm")),
 }

@@ -1,5 +1,5 @@
-"""Runs decoder layers with attention, the gated delta rule or Mamba2, and a gated MLP, in one call of the library, so that no Python runs between
-their kernels, and of others the part before the MLP, or the only part that they have.
+"""Runs decoder layers with attention, the gated delta rule, Mamba2 or a short convolution, and a gated MLP, in one call of the library, so that
+no Python runs between their kernels, and of others the part before the MLP, or the only part that they have.
 
 The kernels and their results are those of the separate modules, except that the weights of q, k and v are joined if possible, so that one
 product makes all three, and that a kernel computes the decays and strengths of recurrences. The kernels' arguments are kept from step to step,
@@ -27,7 +27,17 @@ from batchgen.kernels.build import kernel, library
 from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, of_both_halves
 from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
-from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, RotaryArguments, RowTable, address_of
+from batchgen.kernels.ops import (
+    Activation,
+    Call,
+    Calls,
+    Heads,
+    NormArguments,
+    PackedLinear,
+    RotaryArguments,
+    RowTable,
+    address_of,
+)
 from batchgen.kernels.recognition import has_cache
 from batchgen.kernels.recurrent import Convolution, Gate, GatedNorm, RecurrentGates, Rule
 
@@ -67,7 +77,9 @@ class Attends(Protocol):
 class Recurs(Protocol):
     """What is used here of `StateStep`."""
 
-    def take_over(self, layer: int, convolution: Convolution, gates: RecurrentGates, rule: Rule) -> None: ...
+    def take_over(
+        self, layer: int, convolution: Convolution, rule: Rule | None, gates: RecurrentGates | None
+    ) -> None: ...
 
 
 class LayerNorms(NamedTuple, Generic[T]):
@@ -207,6 +219,23 @@ class Recurrence:
 
 
 @dataclass(frozen=True, eq=False)
+class ShortConvolution:
+    """c * convolution(b * x), where the first linear layer makes b, c and x."""
+
+    taps: torch.Tensor
+    """[K, channels]"""
+    bias: torch.Tensor | None
+    step: Callable[[], Recurs]
+    """Returns the states of the present step."""
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """The numbers a token of the linear layer's outputs, of b * x, of nothing, and of the convolution."""
+        channels = self.taps.shape[1]
+        return 3 * channels, channels, 0, channels
+
+
+@dataclass(frozen=True, eq=False)
 class OwnInput:
     """What a layer's own input p adds to its output s: norm(projection(act(gate(s)) * p))."""
 
@@ -227,7 +256,7 @@ class DenseLayer:
     norms: LayerNorms[FusedNorm]
     inputs: Sequence[Linear]
     """The linear layers that read x. What they make lies side by side in this order."""
-    mixer: Attention | Recurrence
+    mixer: Attention | Recurrence | ShortConvolution
     o: Linear
     mlp: FusedMLP | None
     """None if the layer ends before its MLP, or has none: then there is no norm before it either."""
@@ -416,7 +445,7 @@ def stack_forward(
         and use_cache is False
         and position_ids is not None
         and all(value is None for name, value in kwargs.items() if name != "step_attention")
-        and not any(part._forward_hooks or part._forward_pre_hooks for part in (*self.layers, self.norm))
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in (*self.layers, self.stack.norm))
     )
     if plain:
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -495,7 +524,9 @@ class _Prepared:
         self._rows = _Now.ROWS  # of the kernels that are added next
         self._most_rows = rows
         self._attentions: list[AttentionCall] = []
-        self._recurrent: list[tuple[int, Recurrence, Convolution, RecurrentGates, Rule]] = []
+        self._recurrent: list[
+            tuple[int, Recurrence | ShortConvolution, Convolution, Rule | None, RecurrentGates | None]
+        ] = []
         self._later: defaultdict[_Now, list[tuple[ctypes.Structure, str]]] = defaultdict(list)
         self._added: list[Call] = []
         self._quantized: _Place | None = None
@@ -516,6 +547,8 @@ class _Prepared:
                 to += part.out_features * self._dtype.itemsize
             if isinstance(layer.mixer, Attention):
                 mixed = self._attend(layer.index, layer.mixer, at, attention)
+            elif isinstance(layer.mixer, ShortConvolution):
+                mixed = self._convolve(layer.index, layer.mixer, at)
             else:
                 mixed = self._recur(layer.index, layer.mixer, at)
             if wanted is not None and i + 1 == len(layers):
@@ -552,8 +585,8 @@ class _Prepared:
                 setattr(argument, field, number)
         for prepared in self._attentions:
             attention.take_over(prepared)
-        for layer, mixer, convolution, gates, rule in self._recurrent:
-            mixer.step().take_over(layer, convolution, gates, rule)
+        for layer, mixer, convolution, rule, gates in self._recurrent:
+            mixer.step().take_over(layer, convolution, rule, gates)
         self._calls.run()
 
     def _add(self, call: Call, **fields: Any) -> None:
@@ -596,11 +629,32 @@ class _Prepared:
         self._added.append(prepared.call)
         if mixer.gated:
             self._add(
-                Call(kernel("gate", self._dtype), Gate(threads=self._threads)),
+                Call(kernel("gate", self._dtype), Gate(activation=Activation.SIGMOID, threads=self._threads)),
                 rows=self._rows, inner=mixer.heads, size=size, x_row=size, gate_row=row, gate_inner=apart,
                 x=at.mixed, gate=at.inputs + size * bytes_, y=at.mixed,
             )  # fmt: skip
         return at.mixed
+
+    def _convolve(self, index: int, mixer: ShortConvolution, at: _LayerResults) -> int:
+        """Adds the convolution and the products before and after it. Returns where the output is."""
+        row, channels, _, _ = mixer.widths
+        b, c, x = (at.inputs + i * channels * self._dtype.itemsize for i in range(3))
+        convolution = Convolution(
+            channels=channels, taps=len(mixer.taps) - 1, x_token=channels, threads=self._threads,
+            x=at.q, weight=mixer.taps.data_ptr(), bias=address_of(mixer.bias), out=at.mixed,
+        )  # fmt: skip
+        self._recurrent.append((index, mixer, convolution, None, None))
+        self._multiply(b, x, at.q, channels, row, row)
+        self._added.append(Call(kernel("convolve", self._dtype), convolution))
+        self._multiply(at.mixed, c, at.mixed, channels, channels, row)
+        return at.mixed
+
+    def _multiply(self, x: int, by: int, y: int, size: int, x_row: int, by_row: int) -> None:
+        """Adds the products of the numbers at x and at `by`, into y."""
+        self._add(
+            Call(kernel("gate", self._dtype), Gate(threads=self._threads)),
+            rows=self._rows, inner=1, size=size, x_row=x_row, gate_row=by_row, x=x, gate=by, y=y,
+        )  # fmt: skip
 
     def _recur(self, index: int, mixer: Recurrence, at: _LayerResults) -> int:
         """Adds the convolution, the recurrence and its gated norm. Returns where the output is."""
@@ -629,7 +683,7 @@ class _Prepared:
             heads=mixer.heads, token=row, threads=self._threads, b=b, a=a, rate=mixer.rates.data_ptr(), bias=mixer.biases.data_ptr(),
             decay=at.k, strength=strengths, least=mixer.limits[0], most=mixer.limits[1],
         )  # fmt: skip
-        self._recurrent.append((index, mixer, convolution, gates, rule))
+        self._recurrent.append((index, mixer, convolution, rule, gates))
         self._added.append(Call(kernel("convolve", self._dtype), convolution))
         self._add(Call(kernel("recurrent_gates", self._dtype), gates), tokens=self._rows)
         self._added.append(Call(kernel("delta_rule" if mixer.delta else "mamba2", self._dtype), rule))

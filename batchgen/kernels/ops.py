@@ -356,6 +356,8 @@ class Activation(IntEnum):
     GELU_TANH = 2
     CLAMPED = 3
     """Of gpt-oss, with numbers of its own (`Gating`)."""
+    SIGMOID = 4
+    """Of `Gate` alone."""
 
 
 class Gating(NamedTuple):

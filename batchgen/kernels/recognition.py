@@ -86,6 +86,10 @@ class Code(Enum):
     """A decoder layer with attention or a recurrent mixer."""
     GRANITE_LAYER = auto()
     """The same, with multipliers of its sums, and an MLP that all tokens share."""
+    SHORT_CONVOLUTION = auto()
+    """A projection to b, c and x; c times a convolution of b x; an output projection."""
+    CONVOLVING_LAYER = auto()
+    """A decoder layer with attention or a short convolution."""
     BLOCK = auto()
     """Norm, a mixer of any kind or an MLP, sum."""
     BODY = auto()
@@ -156,6 +160,11 @@ _KNOWN = {
     "3c21e029420a7467": Code.GATED_DELTA,  # Qwen 3.5 in transformers 5.17
     "a49ee8dbccfa308a": Code.PLAIN_ATTENTION,  # Nemotron-H
     "81622fb5169e278f": Code.GRANITE_ATTENTION,  # Granite 4 H
+    "6c36c43762e8ff7f": Code.ATTENTION,  # LFM2
+    "1aa7d6ac64235f2b": Code.SHORT_CONVOLUTION,  # LFM2 and 3
+    "34b80dba7de77f1e": Code.SHORT_CONVOLUTION,  # LFM2 in transformers 5.17
+    "4034a889e7c987c6": Code.CONVOLVING_LAYER,  # LFM2
+    "a543f205d630c28a": Code.CONVOLVING_LAYER,  # LFM2 in transformers 5.17
     "8cd7daf2f48e1e30": Code.MAMBA2,  # Granite 4 H, Nemotron-H, Bamba, Mamba2, Zamba2
     "ffd565d4ec0a205e": Code.MAMBA2,  # the same in transformers 5.17
     "93d662d105ce35eb": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
@@ -179,6 +188,7 @@ _KNOWN = {
     "a680fcc09ec23f2f": Code.BODY,  # Gemma
     "0ed0ab74f3a9164a": Code.BODY,  # Gemma 2
     "c8f0079c0ac6b832": Code.BODY,  # Ministral
+    "137aea7d45a92d1a": Code.BODY,  # LFM2
 }
 
 

@@ -224,7 +224,7 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     rows, gates = (adjacent(of.reshape(-1, size)) for of in (x, gate))
     y = torch.empty(x.shape, dtype=x.dtype)
     what = Gate(
-        rows.shape[0], 1, size, rows.stride(0), gates.stride(0), 0, Activation.NONE, torch.get_num_threads(), rows.data_ptr(), gates.data_ptr(), y.data_ptr(),
+        rows.shape[0], 1, size, rows.stride(0), gates.stride(0), 0, Activation.SIGMOID, torch.get_num_threads(), rows.data_ptr(), gates.data_ptr(), y.data_ptr(),
     )  # fmt: skip
     kernel("gate", x.dtype)(ctypes.byref(what))
     return y

@@ -105,15 +105,17 @@ class StateStep:
         return out.to(dtype)
 
     def take_over(
-        self, layer: int, convolution: recurrent.Convolution, gates: recurrent.RecurrentGates, rule: recurrent.Rule
-    ) -> None:
+        self, layer: int, convolution: recurrent.Convolution, rule: recurrent.Rule | None, gates: recurrent.RecurrentGates | None
+    ) -> None:  # fmt: skip
         """Makes the kernels' arguments for a layer's convolution and recurrence those of this step, which must be kept until they have run."""
         at = self._layout(CPU)
-        gates.prompt = at.prompt.data_ptr()
+        if gates is not None:
+            gates.prompt = at.prompt.data_ptr()
         count, addresses = len(at.spans.starts), at.spans.addresses
-        for of, states in ((convolution, self._cache.convolution[layer]), (rule, self._cache.recurrent[layer])):
-            of.spans, of.states = count, states.data_ptr()
-            of.starts, of.lengths, of.read, of.write = addresses
+        for of, states in ((convolution, self._cache.convolution), (rule, self._cache.recurrent)):
+            if of is not None:
+                of.spans, of.states = count, states[layer].data_ptr()
+                of.starts, of.lengths, of.read, of.write = addresses
 
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],

@@ -72,12 +72,13 @@ KINDS = [
     ("qwen3_moe", EXPERTS), ("glm4_moe", {"first_k_dense_replace": 0}), ("gpt_oss", {}), ("qwen3_5_text", {}), ("qwen3_5_moe_text", {}),
     ("gemma4_text", {}), ("gemma4_text", {"attention_k_eq_v": True, "num_kv_shared_layers": 0}), ("gemma4_unified_text", {}),
     ("granitemoehybrid/recurrent", HEADS), ("granitemoehybrid/recurrent", HEADS | DENSE), ("nemotron_h", BLOCKS),
+    ("lfm2", {}), ("lfm2_moe", {"num_dense_layers": 1}),
 ]  # fmt: skip
 WITHOUT_OWN_KV = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Those whose last two of six layers read the keys and values of others."""
 BY_LAYERS = {
     "gemma3_text", "granite", "exaone4", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text",
-    "gemma4_text", "gemma4_unified_text", "granitemoehybrid/recurrent", "nemotron_h",
+    "gemma4_text", "gemma4_unified_text", "granitemoehybrid/recurrent", "nemotron_h", "lfm2_moe",
 }  # fmt: skip
 """Those whose layers do not all run in one call."""
 NEAR = {
@@ -88,6 +89,7 @@ NEAR = {
 IN_8_BITS = [
     ("llama", WIDTHS[2]), ("llama", WIDTHS[3]), ("qwen3", {}), ("phi3", {}), ("gemma2", {}), ("olmo2", {}), ("granite", {}), ("qwen3_moe", EXPERTS),
     ("qwen3_5_text", {}), ("gemma4_text", {}), ("granitemoehybrid/recurrent", HEADS | DENSE), ("nemotron_h", BLOCKS),
+    ("lfm2", {}),
 ]  # fmt: skip
 LAYERS_IN_8_BITS = {
     "phi3": 2 * 4,
@@ -96,6 +98,7 @@ LAYERS_IN_8_BITS = {
     "gemma4_text": 4 * 9 + 2 * 7,
     "granitemoehybrid/recurrent": 2 * 6 + 2 * 4,
     "nemotron_h": 3 * 2 + 4,
+    "lfm2": 2 * 5 + 2 * 7,
 }
 """Linear layers, where there are not seven in each decoder layer."""
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "vec.h"
 
-enum Activation : int64_t { NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED = 3 };
+enum Activation : int64_t { NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED = 3, SIGMOID = 4 };
 
 // For float32 as exact as a division, for bfloat16 as exact as the result's rounding.
 template <class T>

@@ -362,7 +362,7 @@ void gated_norm(const GatedNorm& n) {
 struct Gate {  // `Gate` in recurrent.py is the same
     int64_t rows, inner, size;          // each row has `inner` parts of `size` elements
     int64_t x_row, gate_row, gate_inner;  // elements from one part of x to the next, and from one row and part of the gates to the next
-    int64_t activation;  // of the gate; NONE: a sigmoid
+    int64_t activation;  // of the gate; NONE: it is multiplied as it is
     int64_t threads;
     const void *x, *gate;
     void* y;  // [rows][inner][size]; may be x or the gate
@@ -374,8 +374,12 @@ void gate(const Gate& g) {
     for_each(g.rows * g.inner, g.rows * g.inner * g.size > 8192 ? g.threads : 1, [&](int64_t row) {
         const T *x = (const T*)g.x + row * g.x_row, *by = (const T*)g.gate + row / g.inner * g.gate_row + row % g.inner * g.gate_inner;
         for (int64_t i = 0; i < g.size; i += LANES) {
-            const floats v = load_at(by, i, g.size), open = g.activation ? activate<T>(g.activation, v) : 1.0f / (1.0f + exp(-v));
-            store_at((T*)g.y + row * g.size, i, g.size, load_at(x, i, g.size) * rounded<T>(open));
+            floats open = load_at(by, i, g.size);
+            if (g.activation == SIGMOID)
+                open = rounded<T>(1.0f / (1.0f + exp(-open)));
+            else if (g.activation != NONE)
+                open = rounded<T>(activate<T>(g.activation, open));
+            store_at((T*)g.y + row * g.size, i, g.size, load_at(x, i, g.size) * open);
         }
     });
 }
