@@ -303,8 +303,7 @@ def _attention(module: Any, parts: _Parts) -> Attention | None:
         value_norm = FusedNorm(torch.ones(size, dtype=q_HTD.dtype), 0.0, eps_of(value_norm), rounds_first=False)
     return Attention(
         len(q_HTD), len(k_KTD), size, options, parts.head_norms, code is Code.GATED_ATTENTION,
-        turns=not bool(q_HTD.any() or k_KTD.any()), float32_cos=rotary is not None and rotary.keeps_type,
-        of_halves=rotary is not None and rotary.of_halves, scaled_from=scaled, value_norm=value_norm, made=3 if hasattr(module, "qkv_proj") else len(parts.alike),
+        None if rotary is None or q_HTD.any() or k_KTD.any() else rotary.form, scaled_from=scaled, value_norm=value_norm, made=3 if hasattr(module, "qkv_proj") else len(parts.alike),
     )  # fmt: skip
 
 
@@ -367,7 +366,7 @@ def _asked_of_attention(
     """
     asked = _AttentionProbe()
     x = torch.ones(1, 1, first.in_features, dtype=first.dtype)
-    width = attention.head_dim // 2 if rotary is not None and rotary.of_halves else attention.head_dim
+    width = attention.head_dim // 2 if rotary is not None and rotary.form.of_halves else attention.head_dim
     cos = torch.zeros(1, 1, width, dtype=first.dtype)
     turns: tuple[torch.Tensor, torch.Tensor] | None = cos, cos
     more: dict[str, Any] = {}
@@ -498,11 +497,13 @@ _TWO_NORMS = LayerNorms(before_attention="input_layernorm", before_mlp="post_att
 _FOUR_NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+_GLM_NORMS = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _LATE_NORMS = LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
 _KINDS = {
     Code.LAYER: _Kind(_TWO_NORMS, _plain_layer),
     Code.LAYER_WITH_DROPOUT: _Kind(_TWO_NORMS),
     Code.LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
+    Code.GLM_LAYER: _Kind(_GLM_NORMS),
     Code.SCALED_LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
     Code.LAYER_OF_LATE_NORMS: _Kind(_LATE_NORMS),
     Code.HYBRID_LAYER: _Kind(_TWO_NORMS, _plain_layer),

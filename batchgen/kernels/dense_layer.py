@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from batchgen.kernels.build import kernel, library
-from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, of_both_halves
+from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, RotaryForm, of_both_halves
 from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import (
@@ -145,12 +145,8 @@ class Attention:
     """Empty, or a norm for the queries and one for the keys, of each head or of all heads together."""
     gated: bool
     """Whether each head of queries is followed by a gate of its output."""
-    turns: bool
-    """Whether queries and keys have rotary embeddings."""
-    float32_cos: bool
-    """Whether cos and sin may be float32 if heads have another type."""
-    of_halves: bool
-    """Whether a layer gets cos and sin of half a head."""
+    rotary: RotaryForm | None
+    """How queries and keys are turned; None if they are not."""
     scaled_from: int | None
     """The position from which queries are scaled, which is not done here."""
     value_norm: FusedNorm | None
@@ -301,9 +297,8 @@ class DenseStack:
         self._prepared: dict[bool, _Prepared] = {}
         """By whether the last layer leaves tokens out."""
         attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
-        turned = [mixer for mixer in attending if mixer.turns]
-        self._float32_cos = all(mixer.float32_cos for mixer in turned)
-        self._head_size = min((mixer.head_size for mixer in turned), default=0)
+        self._rotary_forms = {mixer.rotary for mixer in attending if mixer.rotary is not None}
+        self._head_size = min((mixer.head_size for mixer in attending if mixer.rotary is not None), default=0)
         self._scaled_from = min((of.scaled_from for of in attending if of.scaled_from is not None), default=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DenseStack:
@@ -330,7 +325,7 @@ class DenseStack:
             cos.dim() == 3
             and cos.shape[:2] == x.shape[:2]
             and cos.dtype == sin.dtype
-            and (cos.dtype == x.dtype or (self._float32_cos and cos.dtype == torch.float32))
+            and all(form.takes(cos.dtype, x.dtype) for form in self._rotary_forms)
             and cos.shape == sin.shape
             and cos.stride() == sin.stride()
             and cos.stride(2) == 1
@@ -417,7 +412,8 @@ def in_one_call(
         if hasattr(attention, "prepared") and kwargs.get("attention_mask") is None and not has_cache(kwargs):
             dense: DenseStack = self.dense
             turns: Turns | None = kwargs.get("position_embeddings")
-            if turns is not None and getattr(dense.layers[0].mixer, "of_halves", False):
+            form = getattr(dense.layers[0].mixer, "rotary", None)
+            if turns is not None and form is not None and form.of_halves:
                 turns = of_both_halves(*turns)
             if dense.takes(hidden_states, turns, attention):
                 if rest is None:
@@ -618,8 +614,8 @@ class _Prepared:
                 norm, of.heads * size // width, width, of.to_token, x_inner=of.to_head if width == size else width, x=of.at, y=place.at
             )  # fmt: skip
         heads = turned if mixer.head_norms else plain
-        if mixer.turns:
-            self._rotary(heads, turned)
+        if mixer.rotary is not None:
+            self._rotary(mixer.rotary, heads, turned)
             heads = turned
         q, k = heads
         if not mixer.own_kv:
@@ -794,7 +790,7 @@ class _Prepared:
             outer=self._rows, inner=inner, size=size, x_outer=x_row, **fields,
         )  # fmt: skip
 
-    def _rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads]) -> None:
+    def _rotary(self, form: RotaryForm, heads: tuple[Heads, Heads], to: tuple[Heads, Heads]) -> None:
         """Adds the rotary embeddings of queries and keys, into `to`, which may be the same memory."""
         q, k = heads
         cos_dtype, turned, cos_row = self._of_cos
@@ -802,6 +798,6 @@ class _Prepared:
         self._add(
             Call(turn, RotaryArguments(threads=self._threads)),
             tokens=_Now.ROWS, q_heads=q.heads, k_heads=k.heads, size=q.size, turned=turned, q_token=q.to_token, q_head=q.to_head,
-            k_token=k.to_token, k_head=k.to_head, cos_token=cos_row, q=q.at, k=k.at, cos=_Now.COS, sin=_Now.SIN,
+            k_token=k.to_token, k_head=k.to_head, cos_token=cos_row, pairs=form.pairs, q=q.at, k=k.at, cos=_Now.COS, sin=_Now.SIN,
             q_out=to[0].at, k_out=to[1].at,
         )  # fmt: skip

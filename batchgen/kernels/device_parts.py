@@ -197,10 +197,10 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
 
 
 def rotated(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Does what `ops.rotate` does; None outside of `running()` too."""
-    if not (_in_a_step and can_rotate(q, k, cos, sin)):
+    """Does what `ops.rotate` does; None outside of `running()` and for pairs too."""
+    if pairs or not (_in_a_step and can_rotate(q, k, cos, sin)):
         return None
     import triton
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -407,12 +407,10 @@ def fuse_rotary(model: torch.nn.Module, rotate: Callable[..., Any], agrees: Call
         plain = forward.__globals__[_ROTARY]
         if plain not in made:
             code = code_of(plain)
+            form = None if code is None else _ROTARY_FORMS.get(code)
             kind = FusedRotaryOfOne if code is Code.ROTARY_OF_ONE else FusedRotary
-            found = kind(
-                plain, rotate, keeps_type=code is Code.ROTARY_KEEPS_TYPE, of_halves=code is Code.ROTARY_OF_HALVES
-            )
-            known = code in (Code.ROTARY, Code.ROTARY_KEEPS_TYPE, Code.ROTARY_OF_HALVES, Code.ROTARY_OF_ONE)
-            made[plain] = found if known and agrees(found) else None
+            found = None if form is None else kind(plain, rotate, form)
+            made[plain] = found if found is not None and agrees(found) else None
         fused = made[plain]
         if fused is not None:
             module.fused_rotary = fused
@@ -420,6 +418,34 @@ def fuse_rotary(model: torch.nn.Module, rotate: Callable[..., Any], agrees: Call
 
 
 _ROTARY = "apply_rotary_pos_emb"
+
+
+class RotaryForm(NamedTuple):
+    """How `apply_rotary_pos_emb` of a model turns queries and keys."""
+
+    keeps_type: bool = False
+    """Whether results have the types of queries and keys, whatever the type of cos and sin."""
+    of_halves: bool = False
+    """Whether cos and sin are those of half a head."""
+    pairs: int = 0
+    """See `ops.rotate`."""
+    in_float32: bool = False
+    """Whether products are not rounded."""
+
+    def takes(self, cos: torch.dtype, heads: torch.dtype) -> bool:
+        """Whether a kernel computes the same with cos and sin and with heads of these types."""
+        return cos == torch.float32 if self.in_float32 else cos == heads or (self.keeps_type and cos == torch.float32)
+
+
+_ROTARY_FORMS = {
+    Code.ROTARY: RotaryForm(),
+    Code.ROTARY_OF_ONE: RotaryForm(),
+    Code.ROTARY_KEEPS_TYPE: RotaryForm(keeps_type=True),
+    Code.ROTARY_OF_HALVES: RotaryForm(of_halves=True),
+    Code.ROTARY_OF_PAIRS: RotaryForm(pairs=1),
+    Code.ROTARY_OF_PAIRS_IN_FLOAT32: RotaryForm(pairs=1, in_float32=True),
+    Code.ROTARY_OF_PAIRS_TWICE_IN_FLOAT32: RotaryForm(pairs=2, in_float32=True),
+}
 
 
 def of_both_halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -430,20 +456,18 @@ def of_both_halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, 
 class FusedRotary:
     """`apply_rotary_pos_emb` with the kernel; with the model's own function if the kernel does not support the call."""
 
-    def __init__(
-        self, plain: Callable[..., Any], rotate: Callable[..., Any], keeps_type: bool, of_halves: bool
-    ) -> None:
-        """`rotate`: the kernel; it returns None for what it does not support. `of_halves`: cos and sin are those of half a head."""
+    def __init__(self, plain: Callable[..., Any], rotate: Callable[..., Any], form: RotaryForm) -> None:
+        """`rotate`: the kernel; it returns None for what it does not support."""
         self.plain = plain
         self.rotate = rotate
-        self.keeps_type = keeps_type
-        self.of_halves = of_halves
+        self.form = form
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> Any:
-        if unsqueeze_dim == 1 and (cos.dtype == q.dtype or self.keeps_type):
-            turned = self.rotate(q, k, *(of_both_halves(cos, sin) if self.of_halves else (cos, sin)))
+        wide = (cos.float(), sin.float()) if self.form.in_float32 else (cos, sin)
+        if unsqueeze_dim == 1 and self.form.takes(wide[0].dtype, q.dtype):
+            turned = self.rotate(q, k, *(of_both_halves(*wide) if self.form.of_halves else wide), self.form.pairs)
             if turned is not None:
                 return turned
         return self.plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
@@ -453,7 +477,7 @@ class FusedRotary:
         generator = torch.Generator().manual_seed(0)
         for dtype in DTYPES:
             q, k = (random_numbers(generator, 1, heads, 3, 40).to(dtype) for heads in (4, 2))
-            cos, sin = (random_numbers(generator, 1, 3, 20 if self.of_halves else 40).to(dtype) for _ in range(2))
+            cos, sin = (random_numbers(generator, 1, 3, 20 if self.form.of_halves else 40).to(dtype) for _ in range(2))
             if not self._agrees_on(q, k, cos, sin):
                 return False
         return True

@@ -136,7 +136,7 @@ class RotaryArguments(ctypes.Structure):
 
     _fields_ = (
         *integers("tokens", "q_heads", "k_heads", "size", "turned"),
-        *integers("q_token", "q_head", "k_token", "k_head", "cos_token", "threads"),
+        *integers("q_token", "q_head", "k_token", "k_head", "cos_token", "pairs", "threads"),
         *pointers("q", "k", "cos", "sin", "q_out", "k_out"),
     )
 
@@ -309,11 +309,12 @@ def cos_and_sin(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple
 
 
 def rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns q [1, H, T, D] and k [1, K, T, D] with rotary embeddings of cos and sin [1, T, R]; None if the kernel does not support the inputs.
 
-    The first R elements of each head are rotated. Each product is rounded to the type of cos and sin: that of q, or float32.
+    The first R elements of each head are rotated: those of both halves together, or with `pairs` neighbours, and then cos of a pair is so many
+    elements behind that of the pair before. Each product is rounded to the type of cos and sin: that of q, or float32.
     """
     if not can_rotate(q, k, cos, sin) or not are_known(q):
         return None
@@ -322,7 +323,7 @@ def rotate(
     k_out = torch.empty((1, tokens, kv_heads, size), dtype=q.dtype)
     rotary = RotaryArguments(
         tokens, heads, kv_heads, size, cos.shape[2], q.stride(2), q.stride(1), k.stride(2), k.stride(1), cos.stride(1),
-        torch.get_num_threads(), q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_out.data_ptr(), k_out.data_ptr(),
+        pairs, torch.get_num_threads(), q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_out.data_ptr(), k_out.data_ptr(),
     )  # fmt: skip
     kernel("rotary", q.dtype, "" if cos.dtype == q.dtype else "_by_float32")(ctypes.byref(rotary))
     return q_out.transpose(1, 2), k_out.transpose(1, 2)

@@ -37,6 +37,12 @@ class Code(Enum):
     """`apply_rotary_pos_emb` with cos and sin of half a head, which are those of both halves."""
     ROTARY_OF_ONE = auto()
     """`apply_rotary_pos_emb` of queries or keys alone."""
+    ROTARY_OF_PAIRS = auto()
+    """`apply_rotary_pos_emb` of neighbours; cos of the pairs are those of the first half."""
+    ROTARY_OF_PAIRS_IN_FLOAT32 = auto()
+    """The same. Products are not rounded, and results have the types of queries and keys."""
+    ROTARY_OF_PAIRS_TWICE_IN_FLOAT32 = auto()
+    """The same; cos and sin of each pair come twice, side by side."""
     COS_AND_SIN = auto()
     """The cos and sin of positions."""
     LINEAR = auto()
@@ -78,8 +84,10 @@ class Code(Enum):
     """The same with dropouts, which do nothing when a model is used."""
     LAYER_OF_FOUR_NORMS = auto()
     """Norms before and after attention and the MLP."""
+    GLM_LAYER = auto()
+    """The same; its norms have other names."""
     SCALED_LAYER_OF_FOUR_NORMS = auto()
-    """The same. Its output is multiplied by `layer_scalar`, after what an input of the layer's own adds if it has one."""
+    """A layer of four norms. Its output is multiplied by `layer_scalar`, after what an input of the layer's own adds if it has one."""
     LAYER_OF_LATE_NORMS = auto()
     """Norms after attention and the MLP."""
     HYBRID_LAYER = auto()
@@ -114,6 +122,10 @@ _KNOWN = {
     "962edf66cd3a7332": Code.ROTARY_OF_HALVES,  # gpt-oss
     "11ef5357eb0ee968": Code.ROTARY_OF_ONE,  # Gemma 3n and 4
     "1c77ffd1b7f6ae23": Code.ROTARY_KEEPS_TYPE,  # OLMo, LFM3
+    "b7c516d727c5b669": Code.ROTARY_OF_PAIRS,  # GLM 4
+    "41e2302ccfbda791": Code.ROTARY_OF_PAIRS,  # Helium
+    "b096d1edd081670f": Code.ROTARY_OF_PAIRS_IN_FLOAT32,  # ERNIE 4.5
+    "a106bfb485a1986a": Code.ROTARY_OF_PAIRS_TWICE_IN_FLOAT32,  # Command R
     "a2172e70c3b28987": Code.COS_AND_SIN,  # most models
     "4ec9f0ed160cc55b": Code.COS_AND_SIN,  # most models in transformers 5.17
     "f25cb967b8d1cb98": Code.COS_AND_SIN,  # Qwen 3, Gemma 2 and others in transformers 5.17
@@ -173,6 +185,7 @@ _KNOWN = {
     "43a8ddae3485c461": Code.LAYER,  # Qwen 3 VL
     "a8ac7c75040156b4": Code.LAYER_WITH_DROPOUT,  # Phi-3
     "f8a1ca7b615c612e": Code.LAYER_OF_FOUR_NORMS,  # Gemma 2 and 3
+    "8b90ebb0ec7ea417": Code.GLM_LAYER,  # GLM 4
     "2e0f8e1722d87214": Code.SCALED_LAYER_OF_FOUR_NORMS,  # Gemma 4
     "f1d1b172e280c62b": Code.SCALED_LAYER_OF_FOUR_NORMS,  # Gemma 4 without encoders
     "d69009bb0c0eab31": Code.LAYER_OF_LATE_NORMS,  # OLMo 2 and 3

@@ -72,7 +72,7 @@ KINDS = [
     ("qwen3_moe", EXPERTS), ("glm4_moe", {"first_k_dense_replace": 0}), ("gpt_oss", {}), ("qwen3_5_text", {}), ("qwen3_5_moe_text", {}),
     ("gemma4_text", {}), ("gemma4_text", {"attention_k_eq_v": True, "num_kv_shared_layers": 0}), ("gemma4_unified_text", {}),
     ("granitemoehybrid/recurrent", HEADS), ("granitemoehybrid/recurrent", HEADS | DENSE), ("nemotron_h", BLOCKS),
-    ("lfm2", {}), ("lfm2_moe", {"num_dense_layers": 1}),
+    ("lfm2", {}), ("lfm2_moe", {"num_dense_layers": 1}), ("glm4", {}), ("ernie4_5", {}), ("helium", {}),
 ]  # fmt: skip
 WITHOUT_OWN_KV = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Those whose last two of six layers read the keys and values of others."""
@@ -258,7 +258,7 @@ def test_a_linear_layer_that_is_used_twice_keeps_its_weights(monkeypatch, shared
     assert logprobs(model) == together
 
 
-@pytest.mark.parametrize("kind", ["cohere", "glm4", "gemma3n_text", "gemma4_text/experts"])
+@pytest.mark.parametrize("kind", ["cohere", "gemma3n_text", "gemma4_text/experts"])
 def test_layers_of_another_structure_run_part_by_part(kind):
     assert not any("dense" in layer.__dict__ for layer in prepared(kind=kind).module.model.layers)
 

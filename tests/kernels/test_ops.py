@@ -1,5 +1,7 @@
 """Linear layers, norms and rotary embeddings of our kernels, each against plain torch."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -152,6 +154,23 @@ def test_rotary_embeddings_equal_those_of_transformers(kinds, size, turned, thre
             assert g.shape == before.shape
             near(g, w)
             assert torch.equal(g[..., turned:], before[..., turned:])
+
+
+@pytest.mark.parametrize("kinds", [(FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32)])
+@pytest.mark.parametrize(("family", "pairs"), [("glm4", 1), ("cohere", 2)])
+@pytest.mark.parametrize(("size", "turned"), [(2, 2), (64, 64), (96, 20), (100, 34)])
+def test_rotary_embeddings_of_pairs_equal_those_of_transformers(kinds, family, pairs, size, turned, threads):
+    dtype, cos_dtype = kinds
+    plain = import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    q, k = (numbers(1, heads, 9, size, dtype=dtype, seed=heads) for heads in (4, 2))
+    angle = numbers(1, 9, turned // 2, seed=2)
+    of_pairs = angle.repeat(1, 1, 2) if pairs == 1 else angle.repeat_interleave(2, 2)
+    cos, sin = of_pairs.cos().to(cos_dtype), of_pairs.sin().to(cos_dtype)
+    got = rotate(q, k, cos, sin, pairs)
+    want = plain(*(x[..., :turned].to(cos_dtype) for x in (q, k)), cos, sin)
+    for g, w, before in zip(got, want, (q, k), strict=True):
+        near(g[..., :turned], w.to(dtype))
+        assert torch.equal(g[..., turned:], before[..., turned:])
 
 
 def test_the_rotary_kernel_refuses_what_it_cannot_compute():

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "activation.h"
 #include "int8.h"
@@ -81,6 +82,7 @@ void norm(const Norm& n) {
 struct Rotary {  // `RotaryArguments` in ops.py is the same
     int64_t tokens, q_heads, k_heads, size, turned;  // the first `turned` elements of each head are rotated
     int64_t q_token, q_head, k_token, k_head, cos_token;  // elements from one to the next; sin has the layout of cos
+    int64_t pairs;  // not 0: neighbours are rotated together, and cos of a pair is so many elements behind that of the pair before
     int64_t threads;
     const void *q, *k, *cos, *sin;
     void *q_out, *k_out;  // [tokens][heads][size]
@@ -100,19 +102,40 @@ INLINE void turn(const T* x, const C* cos, const C* sin, T* y, int64_t size, int
     std::copy(x + turned, x + size, y + turned);
 }
 
+// The same for neighbours: (a, b) become (a cos - b sin, b cos + a sin). cos and sin are those of each element, and sin has the sign of its product.
+template <class T, class C>
+void turn_pairs(const T* x, const float* cos, const float* sin, T* y, T* swapped, int64_t size, int64_t turned) {
+    for (int64_t i = 0; i < turned; i++) swapped[i] = x[i ^ 1];
+    for (int64_t i = 0; i < turned; i += LANES) {
+        const floats xc = rounded<C>(load_at(x, i, turned) * load_at(cos, i, turned));
+        store_at(y, i, turned, xc + rounded<C>(load_at(swapped, i, turned) * load_at(sin, i, turned)));
+    }
+    std::copy(x + turned, x + size, y + turned);
+}
+
 template <class T, class C>
 void rotary(const Rotary& r) {
     const int64_t elements = r.tokens * (r.q_heads + r.k_heads) * r.size;
     for_each(r.tokens, threads_for(elements, r.threads), [&](int64_t t) {
         const C *cos = (const C*)r.cos + t * r.cos_token, *sin = (const C*)r.sin + t * r.cos_token;
-        for (int64_t h = 0; h < r.q_heads; h++) {
-            T* out = (T*)r.q_out + (t * r.q_heads + h) * r.size;
-            turn<T, C>((const T*)r.q + t * r.q_token + h * r.q_head, cos, sin, out, r.size, r.turned);
+        std::vector<float> cosines(r.pairs ? r.turned : 0), sines(cosines.size());
+        std::vector<T> swapped(cosines.size());
+        for (size_t i = 0; i < cosines.size(); i++) {
+            cosines[i] = to_float(cos[i / 2 * r.pairs]);
+            sines[i] = to_float(sin[i / 2 * r.pairs]) * (i % 2 ? 1 : -1);
         }
-        for (int64_t h = 0; h < r.k_heads; h++) {
-            T* out = (T*)r.k_out + (t * r.k_heads + h) * r.size;
-            turn<T, C>((const T*)r.k + t * r.k_token + h * r.k_head, cos, sin, out, r.size, r.turned);
-        }
+        const auto turn_heads = [&](int64_t heads, const void* x, int64_t token, int64_t head, void* y) {
+            for (int64_t h = 0; h < heads; h++) {
+                const T* from = (const T*)x + t * token + h * head;
+                T* to = (T*)y + (t * heads + h) * r.size;
+                if (r.pairs)
+                    turn_pairs<T, C>(from, cosines.data(), sines.data(), to, swapped.data(), r.size, r.turned);
+                else
+                    turn<T, C>(from, cos, sin, to, r.size, r.turned);
+            }
+        };
+        turn_heads(r.q_heads, r.q, r.q_token, r.q_head, r.q_out);
+        turn_heads(r.k_heads, r.k, r.k_token, r.k_head, r.k_out);
     });
 }
 
