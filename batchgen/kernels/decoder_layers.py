@@ -222,7 +222,7 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
 
 
 def _mixer_of(layer: Any) -> Any:
-    """Returns a layer's attention, or its recurrent mixer."""
+    """Returns a layer's attention, its recurrent mixer, or the only part that it has."""
     return _first_of(layer, "self_attn", "linear_attn", "mamba", "conv", "mixer")
 
 
@@ -254,16 +254,15 @@ class _Parts(NamedTuple):
 
 
 def _parts_of(mixer: Any) -> _Parts | None:
-    """Returns the parts of what `Attention` or `Recurrence` describe; None for other modules."""
+    """Returns the parts of what `Attention`, `Recurrence` or `ShortConvolution` describe; None for other modules."""
     code = code_of(type(mixer).forward, type(mixer))
     if mixer._forward_hooks or mixer._forward_pre_hooks:
         return None
     if "recurrent_step" in mixer.__dict__:
         if code is Code.GATED_DELTA:
             return _Parts([mixer.in_proj_qkv, mixer.in_proj_z], [mixer.in_proj_b, mixer.in_proj_a], mixer.out_proj, [])
-        return (
-            _Parts([mixer.in_proj], [], mixer.out_proj, []) if code in (Code.MAMBA2, Code.SHORT_CONVOLUTION) else None
-        )
+        known = code in (Code.MAMBA2, Code.SHORT_CONVOLUTION)
+        return _Parts([mixer.in_proj], [], mixer.out_proj, []) if known else None
     if code is not Code.PLAIN_ATTENTION and (code not in _ATTENTION or "fused_rotary" not in mixer.__dict__):
         return None
     fused = hasattr(mixer, "qkv_proj")
@@ -303,7 +302,8 @@ def _attention(module: Any, parts: _Parts) -> Attention | None:
         value_norm = FusedNorm(torch.ones(size, dtype=q_HTD.dtype), 0.0, eps_of(value_norm), rounds_first=False)
     return Attention(
         len(q_HTD), len(k_KTD), size, options, parts.head_norms, code is Code.GATED_ATTENTION,
-        None if rotary is None or q_HTD.any() or k_KTD.any() else rotary.form, scaled_from=scaled, value_norm=value_norm, made=3 if hasattr(module, "qkv_proj") else len(parts.alike),
+        rotary=None if rotary is None or q_HTD.any() or k_KTD.any() else rotary.form, scaled_from=scaled, value_norm=value_norm,
+        made=3 if hasattr(module, "qkv_proj") else len(parts.alike),
     )  # fmt: skip
 
 

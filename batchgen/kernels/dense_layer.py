@@ -475,7 +475,7 @@ class _LayerResults(NamedTuple):
     inputs: int
     """Of the mixer: queries, keys and values, and gates."""
     q: int
-    """Or what was convolved."""
+    """Or what was or will be convolved."""
     k: int
     """And values, if they have a norm. Or decays and strengths."""
     mixed: int

@@ -46,7 +46,7 @@ def fuse_on_device(model: torch.nn.Module) -> None:
     replace_parts(model, _mlp_on_device)
     _join_projections(model)
     # After this the code of an attention is batchgen's own.
-    fuse_rotary(model, rotated, lambda fused: not isinstance(fused, FusedRotaryOfOne))
+    fuse_rotary(model, rotated, lambda fused: not (isinstance(fused, FusedRotaryOfOne) or fused.form.pairs))
 
 
 class DeviceNorm(torch.nn.Module):
@@ -197,10 +197,10 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
 
 
 def rotated(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: int = 0
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, _pairs: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Does what `ops.rotate` does; None outside of `running()` and for pairs too."""
-    if pairs or not (_in_a_step and can_rotate(q, k, cos, sin)):
+    """Does what `ops.rotate` does, but for pairs; None outside of `running()` too."""
+    if not (_in_a_step and can_rotate(q, k, cos, sin)):
         return None
     import triton
 
