@@ -195,14 +195,15 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
     A layer without norms after attention and the MLP may end before its MLP, which is a mixture of experts.
     """
     mixer, whole = _mixer_of(layer), _mlp_of(layer)
-    mlp: FusedMLP | None = whole if isinstance(whole, FusedMLP) and not getattr(layer, "has_experts", False) else None
-    if mlp is None and whole is not None and (names.after_attention or names.after_mlp):
-        return None
+    mlp: FusedMLP | None = whole if isinstance(whole, FusedMLP) and "block_sparse_moe" not in layer._modules else None
     if getattr(layer, "enable_moe_block", False):
         return None
     if hasattr(layer, "per_layer_input_gate") and type(layer.act_fn) not in BY_TYPE:
         return None
-    norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
+    found = (None if name is None else getattr(layer, name) for name in names)
+    norms = LayerNorms(*(None if isinstance(norm, torch.nn.Identity) else norm for norm in found))
+    if mlp is None and whole is not None and (norms.after_attention or norms.after_mlp):
+        return None
     parts = _parts_of(mixer)
     of_mlp = [] if mlp is None else [mlp.gate_up, mlp.down]
     own = _own_input(layer)
@@ -227,8 +228,8 @@ def _mixer_of(layer: Any) -> Any:
 
 
 def _mlp_of(layer: Any) -> Any:
-    """Returns a layer's MLP, or the one that all tokens share beside experts; None if it has none."""
-    return _first_of(layer, "mlp", "shared_mlp", "feed_forward")
+    """Returns a layer's MLP, or the one that all tokens share beside experts, or these; None if it has none."""
+    return _first_of(layer, "mlp", "shared_mlp", "feed_forward", "block_sparse_moe")
 
 
 def _first_of(layer: Any, *names: str) -> Any:
@@ -265,10 +266,12 @@ def _parts_of(mixer: Any) -> _Parts | None:
         return _Parts([mixer.in_proj], [], mixer.out_proj, []) if known else None
     if code is not Code.PLAIN_ATTENTION and (code not in _ATTENTION or "fused_rotary" not in mixer.__dict__):
         return None
+    if getattr(mixer.config, "clip_qkv", None) is not None:
+        return None
     fused = hasattr(mixer, "qkv_proj")
     names = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
     inputs = [part for part in (getattr(mixer, name, None) for name in names) if part is not None]
-    of_heads = ("q_norm", "q_layernorm", "k_norm", "k_layernorm")
+    of_heads = ("q_norm", "q_layernorm", "query_layernorm", "k_norm", "k_layernorm", "key_layernorm")
     head_norms = [getattr(mixer, name) for name in of_heads if hasattr(mixer, name)]
     return _Parts(inputs, [], _first_of(mixer, "o_proj", "out_proj"), head_norms)
 
@@ -278,6 +281,7 @@ _ATTENTION = (
     Code.SCALED_ATTENTION,
     Code.GATED_ATTENTION,
     Code.SHARING_ATTENTION,
+    Code.ATTENTION_WITH_LATE_NORMS,
     Code.GRANITE_ATTENTION,
 )
 
@@ -301,7 +305,7 @@ def _attention(module: Any, parts: _Parts) -> Attention | None:
     if value_norm is not None:
         value_norm = FusedNorm(torch.ones(size, dtype=q_HTD.dtype), 0.0, eps_of(value_norm), rounds_first=False)
     return Attention(
-        len(q_HTD), len(k_KTD), size, options, parts.head_norms, code is Code.GATED_ATTENTION,
+        len(q_HTD), len(k_KTD), size, options, parts.head_norms, code is Code.ATTENTION_WITH_LATE_NORMS, code is Code.GATED_ATTENTION,
         rotary=None if rotary is None or q_HTD.any() or k_KTD.any() else rotary.form, scaled_from=scaled, value_norm=value_norm,
         made=3 if hasattr(module, "qkv_proj") else len(parts.alike),
     )  # fmt: skip
@@ -474,9 +478,10 @@ def _with_mlp(
     layer: Any, hidden_states: torch.Tensor, x: torch.Tensor, y: torch.Tensor, wanted: torch.Tensor | None
 ) -> torch.Tensor:
     """Returns a layer's output: the sum of the residual x [1, W, hidden] of the tokens that are wanted, and of what the MLP makes of y."""
-    more: Any = _mlp_of(layer)(y)
-    if getattr(layer, "has_experts", False):
-        more = layer.block_sparse_moe(y) + more
+    mlp, experts = _mlp_of(layer), layer._modules.get("block_sparse_moe")
+    more: Any = mlp(y)
+    if experts is not None and experts is not mlp:
+        more = experts(y) + more
     if isinstance(more, tuple):  # with the scores of a router
         more, _ = more
     by = _multiplier(layer)
@@ -497,17 +502,18 @@ _TWO_NORMS = LayerNorms(before_attention="input_layernorm", before_mlp="post_att
 _FOUR_NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
-_GLM_NORMS = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _LATE_NORMS = LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
 _KINDS = {
     Code.LAYER: _Kind(_TWO_NORMS, _plain_layer),
     Code.LAYER_WITH_DROPOUT: _Kind(_TWO_NORMS),
     Code.LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
-    Code.GLM_LAYER: _Kind(_GLM_NORMS),
+    Code.GLM_LAYER: _Kind(
+        LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    ),
+    Code.HYPERCLOVA_LAYER: _Kind(LayerNorms("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
     Code.SCALED_LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
     Code.LAYER_OF_LATE_NORMS: _Kind(_LATE_NORMS),
-    Code.HYBRID_LAYER: _Kind(_TWO_NORMS, _plain_layer),
-    Code.GRANITE_LAYER: _Kind(_TWO_NORMS, _plain_layer),
-    Code.CONVOLVING_LAYER: _Kind(LayerNorms(before_attention="operator_norm", before_mlp="ffn_norm")),
+    Code.LFM_LAYER: _Kind(LayerNorms(before_attention="operator_norm", before_mlp="ffn_norm")),
+    Code.LFM_LAYER_OF_FOUR_NORMS: _Kind(LayerNorms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")),
     Code.BLOCK: _Kind(LayerNorms(before_attention="norm")),
 }

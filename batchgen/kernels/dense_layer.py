@@ -143,6 +143,8 @@ class Attention:
     """The layer's options of attention (`LayerOptions`)."""
     head_norms: Sequence[FusedNorm]
     """Empty, or a norm for the queries and one for the keys, of each head or of all heads together."""
+    late_norms: bool
+    """Whether the norms come after rotary embeddings."""
     gated: bool
     """Whether each head of queries is followed by a gate of its output."""
     rotary: RotaryForm | None
@@ -608,15 +610,14 @@ class _Prepared:
             place = Heads(at.k + kv_width * self._most_rows * bytes_, kv_heads, size, size, kv_width)
             self._norm(mixer.value_norm, kv_heads, size, row, x=values.at, y=place.at)
             values = place
-        for norm, of, place in zip(mixer.head_norms, plain, turned, strict=False):
-            width = len(norm.factor)
-            self._norm(
-                norm, of.heads * size // width, width, of.to_token, x_inner=of.to_head if width == size else width, x=of.at, y=place.at
-            )  # fmt: skip
-        heads = turned if mixer.head_norms else plain
+        heads = plain
+        if mixer.head_norms and not mixer.late_norms:
+            heads = self._norm_heads(mixer, heads, turned)
         if mixer.rotary is not None:
             self._rotary(mixer.rotary, heads, turned)
             heads = turned
+        if mixer.head_norms and mixer.late_norms:
+            heads = self._norm_heads(mixer, heads, turned)
         q, k = heads
         if not mixer.own_kv:
             k = values = Heads(0, mixer.kv_heads, size, size, 0)
@@ -630,6 +631,14 @@ class _Prepared:
                 x=at.mixed, gate=at.inputs + size * bytes_, y=at.mixed,
             )  # fmt: skip
         return at.mixed
+
+    def _norm_heads(self, mixer: Attention, heads: tuple[Heads, Heads], to: tuple[Heads, Heads]) -> tuple[Heads, Heads]:
+        """Adds the norms of queries and keys, into `to`, which may be the same memory. Returns it."""
+        for norm, of, place in zip(mixer.head_norms, heads, to, strict=False):
+            width = len(norm.factor)
+            inner, apart = of.heads * of.size // width, of.to_head if width == of.size else width
+            self._norm(norm, inner, width, of.to_token, x_inner=apart, x=of.at, y=place.at)
+        return to
 
     def _convolve(self, index: int, mixer: ShortConvolution, at: _LayerResults) -> int:
         """Adds the convolution and the products before and after it. Returns where the output is."""

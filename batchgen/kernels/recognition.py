@@ -72,6 +72,8 @@ class Code(Enum):
     """The same; values have a norm, and a layer may use the keys and values of an earlier one, which it finds in `shared_kv_states`."""
     GRANITE_ATTENTION = auto()
     """The same; with rotary embeddings if the configuration's `position_embedding_type` says so."""
+    ATTENTION_WITH_LATE_NORMS = auto()
+    """The same; norms of queries and keys come after rotary embeddings."""
     PLAIN_ATTENTION = auto()
     """The same without rotary embeddings."""
     GATED_DELTA = auto()
@@ -79,25 +81,25 @@ class Code(Enum):
     MAMBA2 = auto()
     """A projection, a convolution, Mamba2's recurrence, a gated norm, an output projection."""
     LAYER = auto()
-    """A decoder layer: norm, attention, sum, norm, MLP, sum. A layer with a `residual_multiplier` multiplies what it adds by it."""
+    """A decoder layer: norm, attention or a recurrent mixer, sum, norm, MLP, sum. A layer with a `residual_multiplier` multiplies what it adds by it."""
     LAYER_WITH_DROPOUT = auto()
     """The same with dropouts, which do nothing when a model is used."""
     LAYER_OF_FOUR_NORMS = auto()
     """Norms before and after attention and the MLP."""
     GLM_LAYER = auto()
     """The same; its norms have other names."""
+    HYPERCLOVA_LAYER = auto()
+    """The same; the norms after attention and the MLP may be identities."""
     SCALED_LAYER_OF_FOUR_NORMS = auto()
     """A layer of four norms. Its output is multiplied by `layer_scalar`, after what an input of the layer's own adds if it has one."""
     LAYER_OF_LATE_NORMS = auto()
     """Norms after attention and the MLP."""
-    HYBRID_LAYER = auto()
-    """A decoder layer with attention or a recurrent mixer."""
-    GRANITE_LAYER = auto()
-    """The same, with multipliers of its sums, and an MLP that all tokens share."""
     SHORT_CONVOLUTION = auto()
     """A projection to b, c and x; c times a convolution of b x; an output projection."""
-    CONVOLVING_LAYER = auto()
-    """A decoder layer with attention or a short convolution."""
+    LFM_LAYER = auto()
+    """A decoder layer with attention or a short convolution, whose norms have other names."""
+    LFM_LAYER_OF_FOUR_NORMS = auto()
+    """The same with norms after attention and the MLP, which may be identities."""
     BLOCK = auto()
     """Norm, a mixer of any kind or an MLP, sum."""
     BODY = auto()
@@ -173,10 +175,14 @@ _KNOWN = {
     "a49ee8dbccfa308a": Code.PLAIN_ATTENTION,  # Nemotron-H
     "81622fb5169e278f": Code.GRANITE_ATTENTION,  # Granite 4 H
     "6c36c43762e8ff7f": Code.ATTENTION,  # LFM2
+    "16f114b142a8945a": Code.ATTENTION,  # Seed-OSS
+    "01fa234beed2312c": Code.ATTENTION,  # OLMoE, which may clip queries, keys and values
+    "cded6ac6a51416a9": Code.ATTENTION_WITH_LATE_NORMS,  # Hunyuan
     "1aa7d6ac64235f2b": Code.SHORT_CONVOLUTION,  # LFM2 and 3
     "34b80dba7de77f1e": Code.SHORT_CONVOLUTION,  # LFM2 in transformers 5.17
-    "4034a889e7c987c6": Code.CONVOLVING_LAYER,  # LFM2
-    "a543f205d630c28a": Code.CONVOLVING_LAYER,  # LFM2 in transformers 5.17
+    "4034a889e7c987c6": Code.LFM_LAYER,  # LFM2
+    "a543f205d630c28a": Code.LFM_LAYER,  # LFM2 in transformers 5.17
+    "c196e4e5528348a2": Code.LFM_LAYER_OF_FOUR_NORMS,  # LFM3
     "8cd7daf2f48e1e30": Code.MAMBA2,  # Granite 4 H, Nemotron-H, Bamba, Mamba2, Zamba2
     "ffd565d4ec0a205e": Code.MAMBA2,  # the same in transformers 5.17
     "93d662d105ce35eb": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
@@ -186,14 +192,17 @@ _KNOWN = {
     "a8ac7c75040156b4": Code.LAYER_WITH_DROPOUT,  # Phi-3
     "f8a1ca7b615c612e": Code.LAYER_OF_FOUR_NORMS,  # Gemma 2 and 3
     "8b90ebb0ec7ea417": Code.GLM_LAYER,  # GLM 4
+    "7b7aa53fab525a89": Code.HYPERCLOVA_LAYER,  # HyperCLOVA X
     "2e0f8e1722d87214": Code.SCALED_LAYER_OF_FOUR_NORMS,  # Gemma 4
     "f1d1b172e280c62b": Code.SCALED_LAYER_OF_FOUR_NORMS,  # Gemma 4 without encoders
     "d69009bb0c0eab31": Code.LAYER_OF_LATE_NORMS,  # OLMo 2 and 3
     "13de1827d0dbf462": Code.LAYER,  # Granite
-    "a1068c443353aaa9": Code.HYBRID_LAYER,  # Qwen 3.5 before transformers 5.24
-    "0c0efce5e58c007c": Code.HYBRID_LAYER,  # Qwen 3.5
-    "97d6a6daa7df04a2": Code.HYBRID_LAYER,  # Qwen3-Next, and Qwen 3.5 with experts
-    "1f24de0c49f00178": Code.GRANITE_LAYER,  # Granite 4 H
+    "bd41a97847f3519d": Code.LAYER,  # Granite's mixtures
+    "57bb54dddf63c3cf": Code.LAYER,  # Granite's mixtures with an expert for all tokens
+    "a1068c443353aaa9": Code.LAYER,  # Qwen 3.5 before transformers 5.24
+    "0c0efce5e58c007c": Code.LAYER,  # Qwen 3.5
+    "97d6a6daa7df04a2": Code.LAYER,  # Qwen3-Next, and Qwen 3.5 with experts
+    "1f24de0c49f00178": Code.LAYER,  # Granite 4 H
     "f51411616131b2d5": Code.BLOCK,  # Nemotron-H
     "4ad3f03adad4fc64": Code.BODY,  # Llama, OLMo 2 and most others
     "c0a062d39e2ed409": Code.BODY,  # Mistral, Ministral 3, Phi-3

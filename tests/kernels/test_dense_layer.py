@@ -73,12 +73,15 @@ KINDS = [
     ("gemma4_text", {}), ("gemma4_text", {"attention_k_eq_v": True, "num_kv_shared_layers": 0}), ("gemma4_unified_text", {}),
     ("granitemoehybrid/recurrent", HEADS), ("granitemoehybrid/recurrent", HEADS | DENSE), ("nemotron_h", BLOCKS),
     ("lfm2", {}), ("lfm2_moe", {"num_dense_layers": 1}), ("glm4", {}), ("ernie4_5", {}), ("helium", {}),
+    ("hunyuan_v1_dense", {}), ("seed_oss", {}), ("hyperclovax", {}), ("hyperclovax", {"use_post_norm": True}), ("granitemoe", {}),
+    ("granitemoeshared", {}), ("olmoe", {}),
 ]  # fmt: skip
 WITHOUT_OWN_KV = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Those whose last two of six layers read the keys and values of others."""
 BY_LAYERS = {
     "gemma3_text", "granite", "exaone4", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text",
     "gemma4_text", "gemma4_unified_text", "granitemoehybrid/recurrent", "nemotron_h", "lfm2_moe",
+    "hyperclovax", "granitemoe", "granitemoeshared", "olmoe",
 }  # fmt: skip
 """Those whose layers do not all run in one call."""
 NEAR = {
@@ -258,9 +261,12 @@ def test_a_linear_layer_that_is_used_twice_keeps_its_weights(monkeypatch, shared
     assert logprobs(model) == together
 
 
-@pytest.mark.parametrize("kind", ["cohere", "gemma3n_text", "gemma4_text/experts"])
-def test_layers_of_another_structure_run_part_by_part(kind):
-    assert not any("dense" in layer.__dict__ for layer in prepared(kind=kind).module.model.layers)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("cohere", {}), ("gemma3n_text", {}), ("gemma4_text/experts", {}), ("olmoe", {"clip_qkv": 1.0})],
+)
+def test_layers_of_another_structure_run_part_by_part(kind, changes):
+    assert not any("dense" in layer.__dict__ for layer in prepared(kind=kind, **changes).module.model.layers)
 
 
 def test_layers_that_share_keys_and_values_run_part_by_part_if_one_of_them_has_to():
