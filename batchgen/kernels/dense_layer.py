@@ -299,7 +299,9 @@ class DenseStack:
         self._prepared: dict[bool, _Prepared] = {}
         """By whether the last layer leaves tokens out."""
         attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
-        self._rotary_forms = {mixer.rotary for mixer in attending if mixer.rotary is not None}
+        forms = {mixer.rotary for mixer in attending if mixer.rotary is not None}
+        dtype = layers[0].o.dtype
+        self._cos_types = [of for of in {dtype, torch.float32} if all(form.takes(of, dtype) for form in forms)]
         self._head_size = min((mixer.head_size for mixer in attending if mixer.rotary is not None), default=0)
         self._scaled_from = min((of.scaled_from for of in attending if of.scaled_from is not None), default=None)
 
@@ -327,7 +329,7 @@ class DenseStack:
             cos.dim() == 3
             and cos.shape[:2] == x.shape[:2]
             and cos.dtype == sin.dtype
-            and all(form.takes(cos.dtype, x.dtype) for form in self._rotary_forms)
+            and cos.dtype in self._cos_types
             and cos.shape == sin.shape
             and cos.stride() == sin.stride()
             and cos.stride(2) == 1
@@ -543,12 +545,7 @@ class _Prepared:
             for part in layer.inputs:
                 self._product(part, y, to, row, at)
                 to += part.out_features * self._dtype.itemsize
-            if isinstance(layer.mixer, Attention):
-                mixed = self._attend(layer.index, layer.mixer, at, attention)
-            elif isinstance(layer.mixer, ShortConvolution):
-                mixed = self._convolve(layer.index, layer.mixer, at)
-            else:
-                mixed = self._recur(layer.index, layer.mixer, at)
+            mixed = self._mix(layer, at, attention)
             if wanted is not None and i + 1 == len(layers):
                 residual, mixed = self._take_wanted(layer, residual, at)
             self._product(layer.o, mixed, at.more, hidden, at)
@@ -595,6 +592,14 @@ class _Prepared:
             else:
                 setattr(call.argument, name, value)
         self._added.append(call)
+
+    def _mix(self, layer: DenseLayer, at: _LayerResults, attention: Attends) -> int:
+        """Adds what a layer does between its first linear layers and the last one. Returns where the output is."""
+        if isinstance(layer.mixer, Attention):
+            return self._attend(layer.index, layer.mixer, at, attention)
+        if isinstance(layer.mixer, ShortConvolution):
+            return self._convolve(layer.index, layer.mixer, at)
+        return self._recur(layer.index, layer.mixer, at)
 
     def _attend(self, index: int, mixer: Attention, at: _LayerResults, attention: Attends) -> int:
         """Adds the norms and rotary embeddings of q, k and v, attention, and its gate. Returns where the output is."""
