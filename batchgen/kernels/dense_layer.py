@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from batchgen.kernels.build import kernel, library
 from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, RotaryForm, of_both_halves
@@ -444,14 +444,18 @@ def stack_forward(
         and attention_mask is None
         and use_cache is False
         and position_ids is not None
-        and all(value is None for name, value in kwargs.items() if name != "step_attention")
+        and position_ids.dim() == 2
+        and all(value is None or value is False for name, value in kwargs.items() if name != "step_attention")
         and not any(part._forward_hooks or part._forward_pre_hooks for part in (*self.layers, self.stack.norm))
     )
     if plain:
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        turns = self.rotary_emb(x, position_ids)
+        if hasattr(self, "embedding_multiplier"):
+            x = x * self.embedding_multiplier
+        turns = None if self.rotary_emb is None else self.rotary_emb(x, position_ids)
         if self.stack.takes(x, turns, attention):
-            return BaseModelOutputWithPast(last_hidden_state=self.stack(x, turns, attention))
+            # Heads of models that may be mixtures read more of it than others.
+            return MoeModelOutputWithPast(last_hidden_state=self.stack(x, turns, attention))
     return type(self).forward(
         self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
         use_cache=use_cache, **kwargs,

@@ -103,7 +103,7 @@ class Code(Enum):
     BLOCK = auto()
     """Norm, a mixer of any kind or an MLP, sum."""
     BODY = auto()
-    """All of a decoder: embeddings, their cos and sin, the layers one after the other, a norm."""
+    """All of a decoder: embeddings, times `embedding_multiplier` if it has one, their cos and sin, the layers one after the other, a norm."""
 
 
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -211,6 +211,10 @@ _KNOWN = {
     "0ed0ab74f3a9164a": Code.BODY,  # Gemma 2
     "c8f0079c0ac6b832": Code.BODY,  # Ministral
     "137aea7d45a92d1a": Code.BODY,  # LFM2
+    "bd8b85b32611a1d9": Code.BODY,  # Granite, HyperCLOVA X
+    "618316a80bb4f5b1": Code.BODY,  # Granite 4 H
+    "b3c03e0a30d5491a": Code.BODY,  # Qwen 3.5
+    "06c66e605d1128e3": Code.BODY,  # Qwen 3.5 in transformers 5.17
 }
 
 
