@@ -10,7 +10,10 @@ from types import ModuleType
 
 from batchgen.kernels.recognition import code_digest, code_of
 
-NAMES = ("Norm", "NormGated", "apply_rotary_pos_emb", "RotaryEmbedding", "Linear", "MLP", "Attention", "DecoderLayer", "Model")  # fmt: skip
+NAMES = (
+    "Norm", "NormGated", "apply_rotary_pos_emb", "RotaryEmbedding", "Linear", "MLP", "Attention", "GatedDeltaNet", "Mixer", "MambaLayer",
+    "ShortConv", "DecoderLayer", "Block", "Model",
+)  # fmt: skip
 """The ends of the names of classes and functions in transformers that have such code."""
 
 
