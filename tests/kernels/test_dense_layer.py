@@ -61,7 +61,7 @@ WIDTHS = [
 ]  # fmt: skip
 EXPERTS = {"mlp_only_layers": []}
 HEADS, DENSE = {"mamba_d_head": 32}, {"num_local_experts": 0}
-BLOCKS = {"layers_block_type": ["mamba", "attention", "mamba", "mamba"], "num_hidden_layers": 4}
+BLOCKS = {"layers_block_type": ["mamba", "attention", "mamba", "mamba"], "num_hidden_layers": 4, "time_step_min": 0.7}
 SCALED_FROM_64 = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
