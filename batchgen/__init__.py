@@ -11,37 +11,23 @@ from typing import TYPE_CHECKING, Any
 from batchgen.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from batchgen.assembly import JobReport, merge_job
-    from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
-    from batchgen.dry_run import PlanReport, plan_job
-    from batchgen.errors import BatchgenError
-    from batchgen.job import run_job
-    from batchgen.jobs.status import job_status
-    from batchgen.llm import LLM
-    from batchgen.progress import Progress
-    from batchgen.report import ReportPage, report_job
-    from batchgen.result import Result
-    from batchgen.sampling_params import SamplingParams
-
-__all__ = [
-    "LLM",
-    "BatchgenError",
-    "EngineConfig",
-    "JobConfig",
-    "JobReport",
-    "ModelConfig",
-    "PlanReport",
-    "Progress",
-    "PromptConfig",
-    "ReportPage",
-    "Result",
-    "SamplingParams",
-    "job_status",
-    "merge_job",
-    "plan_job",
-    "report_job",
-    "run_job",
-]
+    from batchgen.assembly import JobReport as JobReport
+    from batchgen.assembly import merge_job as merge_job
+    from batchgen.config import EngineConfig as EngineConfig
+    from batchgen.config import JobConfig as JobConfig
+    from batchgen.config import ModelConfig as ModelConfig
+    from batchgen.config import PromptConfig as PromptConfig
+    from batchgen.dry_run import PlanReport as PlanReport
+    from batchgen.dry_run import plan_job as plan_job
+    from batchgen.errors import BatchgenError as BatchgenError
+    from batchgen.job import run_job as run_job
+    from batchgen.jobs.status import job_status as job_status
+    from batchgen.llm import LLM as LLM
+    from batchgen.progress import Progress as Progress
+    from batchgen.report import ReportPage as ReportPage
+    from batchgen.report import report_job as report_job
+    from batchgen.result import Result as Result
+    from batchgen.sampling_params import SamplingParams as SamplingParams
 
 _HOMES = {
     "LLM": "llm",
@@ -62,6 +48,7 @@ _HOMES = {
     "report_job": "report",
     "run_job": "job",
 }
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
-
-_DECODER = json.JSONDecoder()
-
-
-def parsed(text: str) -> Any:
-    """Does what `json.loads` does, in half of the time where a value fills the text. Raises `ValueError`, `RecursionError`."""
-    try:
-        value, end = _DECODER.raw_decode(text)
-    except json.JSONDecodeError:
-        end = -1
-    return value if end == len(text) else json.loads(text)
 
 
 def plain(value: Any, *, keep_nan: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,6 @@ from batchgen.jobs.files.disk import writing
 from batchgen.jobs.files.results import encode
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.files.row_memory import RowMemory
-from batchgen.json_values import parsed
 from batchgen.process.stdout import write_stdout
 from batchgen.progress import Snapshot
 from batchgen.records.jsonl import to_json
@@ -75,7 +75,7 @@ class StdoutJob:
         return self._equal.get(key, 0)
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
-        return {key: result_of_values(parsed(self._recent[key].decode())) for key in keys if key in self._recent}
+        return {key: result_of_values(json.loads(self._recent[key])) for key in keys if key in self._recent}
 
     def under_way(self) -> dict[bytes, dict[int, Completion]]:
         return {}

@@ -5,13 +5,14 @@ Any number of rows is counted in bounded memory.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from batchgen.json_values import parsed, plain
+from batchgen.json_values import plain
 from batchgen.records.jsonl import to_json
 from batchgen.result import Result
 
@@ -174,7 +175,7 @@ def _is_json_of(value: Any, text: str) -> bool:
     if not text.startswith(("{", "[")):
         return False
     try:
-        return _is_same(parsed(text), parsed(value) if isinstance(value, str) else value)
+        return _is_same(json.loads(text), json.loads(value) if isinstance(value, str) else value)
     except (ValueError, RecursionError):
         return False
 

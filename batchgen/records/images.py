@@ -9,6 +9,7 @@ import base64
 import binascii
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from batchgen.errors import BatchgenError, OutputError, RowError, UsageError, first_line, in_one_line
-from batchgen.json_values import parsed
 from batchgen.process.user_cache import replaced
 from batchgen.records.remote import is_url, plain_name, reaching, remote
 
@@ -110,7 +110,7 @@ def images_of_cell(value: Any) -> Any:
     """Returns what a column of images holds: a list, or one image; None for none, also in a list. In a CSV file, a list and the Hub's image feature are JSON."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):  # it is a path then
-            value = parsed(value)
+            value = json.loads(value)
     return [*map(_image_or_none, value)] if isinstance(value, list | tuple) else _image_or_none(value)
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Generator
 from typing import Any, BinaryIO
 
-from batchgen.json_values import kind, parsed, plain
+from batchgen.json_values import kind, plain
 
 MAX_DEPTH = 100
 """Levels of lists and objects in a row. Every later stage can recurse over more."""
@@ -64,7 +64,7 @@ def too_long(max_bytes: int) -> str:
 def parse_line(line: bytes) -> dict[str, Any] | str:
     """Returns the object of one line, or the reason why it is malformed."""
     try:
-        value = parsed(line.decode())
+        value = json.loads(line.decode())
     except UnicodeDecodeError as e:
         return f"not UTF-8 at byte {e.start + 1}{encoding_hint(line)}"
     except json.JSONDecodeError as e:

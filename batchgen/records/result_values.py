@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 
 _FIELDS = {f.name: f.default for f in fields(Result) if f.name not in ("row", "embedding")}
-_ARGUMENTS = {f.name: f.name for f in fields(Result)}
 _values_of = attrgetter(*_FIELDS)
 
 
@@ -43,8 +42,7 @@ def result_of_values(values: dict[str, Any]) -> Result:
     if "tool_calls" in values:
         values["tool_calls"] = calls_of(values["tool_calls"])
     values |= parts_of(values, CODED_PARTS)
-    # Python finds an argument by its name's address, and compares a name that is another object with all arguments.
-    return Result(row=-1, **{_ARGUMENTS[name]: value for name, value in values.items()})
+    return Result(row=-1, **values)
 
 
 def completion_values(

@@ -39,7 +39,6 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.files.row_memory import RowMemory
 from batchgen.jobs.reuse_output import result_of_row
-from batchgen.json_values import parsed
 from batchgen.records.result_values import completion_values, completions_of, result_of_values, result_values
 from batchgen.result import Completion, Result
 
@@ -179,8 +178,6 @@ class Results:
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         """Returns the stored results of `keys`. Their row numbers are meaningless."""
         found: dict[bytes, Result] = {}
-        if not self._number("SELECT EXISTS(SELECT 1 FROM results)"):
-            return found  # the first reading of a job that begins
         for key, value, checksum in select_in(self._db, "SELECT key, value, checksum FROM results WHERE key IN", keys):
             result = decode(key, value, checksum)
             if result is not None:
@@ -711,7 +708,7 @@ def decode(key: bytes, value: bytes, checksum: int) -> Result | None:
     try:
         if zlib.crc32(key + value) != checksum:
             return None
-        values = parsed(value.decode().rstrip())  # a row of an output may have its line end
+        values = json.loads(value)
         return result_of_row(values) if "usage" in values else result_of_values(values)
     except (ValueError, TypeError, AttributeError, KeyError):
         return None

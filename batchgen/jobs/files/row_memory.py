@@ -40,7 +40,6 @@ class RowMemory:
             "CREATE TABLE IF NOT EXISTS known.rows (row BLOB PRIMARY KEY, key BLOB, sampled INTEGER, checksum INTEGER) WITHOUT ROWID"
         )
         self._count = self._counted()
-        self._empty = not self._count
         self._new: list[tuple[bytes, KnownRequest]] = []
 
     def digest(self, columns: Mapping[str, Any], *, typed: bool) -> bytes | None:
@@ -57,8 +56,6 @@ class RowMemory:
 
     def find(self, rows: Sequence[bytes]) -> dict[bytes, KnownRequest]:
         """Returns what earlier runs have made of rows, by the rows' digests. Damaged entries are left out."""
-        if self._empty:
-            return {}
         found = select_in(self._db, "SELECT * FROM known.rows WHERE row IN", sorted(set(rows)))
         return {
             row: KnownRequest(key, bool(s)) for row, key, s, checksum in found if _checksum(row, key, s) == checksum
