@@ -302,7 +302,6 @@ class _Generation:
             self._last_token_at = time.perf_counter()
             self.job.commit()
             tracker.changed()
-            self._recorder.see(engine.stats, always=True)
             tracker.show_notes(engine.notes)
 
     def _add(self, engine: AnyEngine, window: Planned) -> None:
@@ -380,8 +379,9 @@ class _Generation:
 
     def end(self) -> None:
         if self._engine is not None:
+            stats = self._engine.stats
             self._engine.close()
-        self._recorder.end()
+            self._recorder.end(stats)
 
     def figures(self) -> dict[str, Any]:
         engine, run, model = self._engine, self.outcomes.run, self.config.model

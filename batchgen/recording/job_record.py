@@ -107,31 +107,26 @@ class RunRecorder:
         self._next = 0.0
         self._next_save = self._began + 1.0
         self._points: list[tuple[float, ...]] = []
-        self._last_is_early = False
         self._started = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
         self._kept_tree: PrefixOutline | None = None
 
-    def see(self, stats: EngineStats, *, always: bool = False) -> None:
-        """Must be called between steps, with the engine's figures. `always`: this moment is kept, at least until the next one."""
+    def see(self, stats: EngineStats) -> None:
+        """Must be called between steps, with the engine's figures."""
         now = self._clock()
-        due = now - self._began >= self._next
-        if always or due:
-            self._look(stats, early=not due)
+        if now - self._began >= self._next:
+            self._look(stats)
         if now >= self._next_save:
             self._save()
             self._next_save = now + SAVE_SECONDS
 
-    def end(self) -> None:
-        """Must be called at the end of the run. If nothing was generated, nothing is recorded."""
-        if self._points:
-            self._save()
+    def end(self, stats: EngineStats) -> None:
+        """Must be called at the end of a run that has an engine."""
+        self._look(stats)
+        self._save()
 
-    def _look(self, stats: EngineStats, *, early: bool) -> None:
-        """Adds a point. An early one gives its place to the next: otherwise the ends of many windows would crowd out the start of the run."""
+    def _look(self, stats: EngineStats) -> None:
+        """Adds a point."""
         seconds = self._clock() - self._began
-        if self._last_is_early:
-            self._points.pop()
-        self._last_is_early = early
         self._points.append(
             (
                 round(seconds, 3),
@@ -142,8 +137,6 @@ class RunRecorder:
                 stats.kv_bytes,
             )
         )
-        if early:
-            return
         if len(self._points) >= self._max_points:
             del self._points[1:-1:2]
             self._interval *= 2

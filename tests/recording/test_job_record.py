@@ -39,8 +39,7 @@ def test_a_run_is_recorded_as_sums_at_moments():
     for engine.now in (0.0, 0.01, 0.02, 0.06, 0.5):
         recorder.see(engine.stats)
     assert kept == []
-    recorder.see(engine.stats, always=True)
-    recorder.end()
+    recorder.end(engine.stats)
     ((run, tree),) = kept
     assert run["seconds"] == [0.0, 0.06, 0.5, 0.5]
     assert run["completion_tokens"] == [0, 6, 50, 50]
@@ -54,8 +53,7 @@ def test_a_long_run_has_no_more_points_than_a_short_one():
     for i in range(10_000):
         engine.now = i / 10
         recorder.see(engine.stats)
-    recorder.see(engine.stats, always=True)
-    recorder.end()
+    recorder.end(engine.stats)
     seconds = kept[-1][0]["seconds"]
     assert (seconds[0], seconds[-1]) == (0.0, 999.9)
     assert 5 <= len(seconds) <= 10
