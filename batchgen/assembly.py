@@ -204,7 +204,8 @@ def _merged_job(output: str, work_dir: str | None, tracker: Tracker) -> JobRepor
             opened = open_job(_spec(output, work_dir, manifest, Input((), [])), merging=True)  # which removes them
             if isinstance(opened, JobFolder):
                 opened.close()
-    return JobReport(stats, output, already_finished=True, work_dir=work_dir)
+    chat = bool(manifest.settings.get("chat"))
+    return JobReport(stats, output, already_finished=True, chat=chat, work_dir=work_dir)
 
 
 def _spec(output: str, work_dir: str | None, manifest: Manifest, source: Input) -> JobSpec:
@@ -221,7 +222,7 @@ def _merge_shards(spec: JobSpec, lease: Lease, plan: ShardPlan, tracker: Tracker
     outcomes.tracker.phase("joining the shards")
     opened = open_job(spec, lease, merging=True)
     if isinstance(opened, FinishedJob):  # a merge that was killed when all was done but the cleaning up
-        return JobReport(opened.figures, output, already_finished=True, work_dir=work_dir)
+        return JobReport(opened.figures, output, already_finished=True, chat=opened.chat, work_dir=work_dir)
     assert isinstance(opened, JobFolder), "standard output has no shards"
     with opened as job:
         outcomes.tracker.total = job.row_count

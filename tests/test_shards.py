@@ -201,8 +201,9 @@ def test_shards_that_write_other_fields_of_rows_do_not_share_a_plan(tiny_model_d
 def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir, source):
     with pytest.raises(UsageError, match=r"there is no job of o\.jsonl"):
         merge_job("o.jsonl")
-    run_job(config_of(tiny_model_dir))
-    assert merge_job("o.jsonl").already_finished
+    run = run_job(config_of(tiny_model_dir))
+    merged = merge_job("o.jsonl")
+    assert (merged.already_finished, merged.chat) == (True, run.chat)
     write([*rows(), {"prompt": "one more"}])
     with pytest.raises(Interrupted):
         run_job(config_of(tiny_model_dir), Recorder(in_phase("generating"), interrupt))
