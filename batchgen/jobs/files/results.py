@@ -63,10 +63,6 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB, checksum IN
 """
 
 
-class Damaged(Exception):
-    """The database cannot be read as one."""
-
-
 class Results:
     """The results of one job. Only the holder of the folder's lease may open the database for writing."""
 
@@ -98,7 +94,7 @@ class Results:
         path = self.folder / RESULTS_FILE
         try:
             return self._checked(path)
-        except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as e:  # UnicodeDecodeError: of SQLite's own message
+        except (UnicodeDecodeError, sqlite3.DatabaseError) as e:  # UnicodeDecodeError: of SQLite's own message
             if not is_damage(e):
                 raise
         self.damaged += _salvage(path, self.folder / f"{RESULTS_FILE}.new")
@@ -108,9 +104,9 @@ class Results:
         return self._checked(path)
 
     def _checked(self, path: Path) -> sqlite3.Connection:
-        """Opens the database, reads every result once and drops damaged ones. Raises `Damaged` and errors of SQLite."""
+        """Opens the database, reads every result once and drops damaged ones. Raises errors of SQLite, `DatabaseError` for what is not a whole database of this form."""
         if format_bytes(path) not in (b"", b"\1\1", b"\2\2"):
-            raise Damaged  # SQLite would read it and not write it
+            raise sqlite3.DatabaseError("SQLite would read it and not write it")
         db = open_database(path)
         try:
             db.execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._without_log else 'WAL'}")
@@ -118,11 +114,11 @@ class Results:
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version not in (0, FORMAT):
-                raise Damaged
+                raise sqlite3.DatabaseError(f"its format is {version}")
             _make_tables(db)
             (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             if found != "ok":
-                raise Damaged
+                raise sqlite3.DatabaseError(found)
             bad = [key for key, result in _read_all(db) if result is None]
             if bad:
                 self.damaged += len(bad)
