@@ -26,14 +26,15 @@ _MIN_BAR = 8
 
 
 class Notes:
-    """Shows only notes and, like all its subclasses, the lines that libraries write (`Relay`)."""
+    """Shows only notes, unless -q asks for none, and, like all its subclasses, the lines that libraries write (`Relay`)."""
 
-    def __init__(self, stream: Stream, clock: Callable[[], float] = time.monotonic) -> None:
-        self.stream, self.clock = stream, clock
+    def __init__(self, stream: Stream, clock: Callable[[], float] = time.monotonic, *, notes: bool = True) -> None:
+        self.stream, self.clock, self.notes = stream, clock, notes
         self.now = Snapshot()
 
     def note(self, text: str) -> None:
-        self.write(f"batchgen: {text}")
+        if self.notes:
+            self.write(f"batchgen: {text}")
 
     def update(self, now: Snapshot) -> None:
         new_phase = now.phase != self.now.phase
@@ -55,12 +56,6 @@ class Notes:
 def _counts(now: Snapshot) -> bool:
     """Whether the phase has something to count by which it is seen to move."""
     return now.phase == GENERATING or now.rows_passed is not None
-
-
-class Nothing(Notes):
-    """Shows not even notes (-q)."""
-
-    def note(self, text: str) -> None: ...
 
 
 class Lines(Notes):
@@ -115,12 +110,12 @@ class Events(Notes):
         notes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(stream, clock)
-        self._every, self._notes = every, notes
+        super().__init__(stream, clock, notes=notes)
+        self._every = every
         self._last = clock()
 
     def note(self, text: str) -> None:
-        if self._notes:
+        if self.notes:
             write_line(event("note", text=text), self.stream)
 
     def show(self, *, new_phase: bool) -> None:
@@ -300,10 +295,8 @@ def progress_for(display: Display) -> Iterator[Notes]:
     if display.as_json:
         silent = display.quiet or display.progress is False
         shown = Events(stream, None if silent else LINE_SECONDS, notes=not display.quiet)
-    elif display.quiet:
-        shown = Nothing(stream)
-    elif display.progress is False:
-        shown = Notes(stream)
+    elif display.quiet or display.progress is False:
+        shown = Notes(stream, notes=not display.quiet)
     elif stream.isatty():
         shown = Bar(stream)
     else:

@@ -16,7 +16,7 @@ import pytest
 from batchgen.progress import Tracker, rounded_duration
 from batchgen_cli import stderr
 from batchgen_cli.options import Display
-from batchgen_cli.progress import Bar, Events, Lines, Notes, Nothing, progress_for
+from batchgen_cli.progress import Bar, Events, Lines, Notes, progress_for
 from support.progress import Clock
 from support.python_process import environment
 
@@ -269,13 +269,13 @@ def test_events_are_one_json_object_a_line(clock):
         (None, False, False, Lines),
         (True, False, False, Lines),
         (False, False, True, Notes),
-        (None, True, True, Nothing),
+        (None, True, True, Notes),
     ],
 )
 def test_what_is_shown_depends_on_where(wanted, quiet, terminal, kind, monkeypatch):
     monkeypatch.setattr("sys.stderr", Terminal() if terminal else io.StringIO())
     with progress_for(Display(progress=wanted, quiet=quiet)) as shown:
-        assert type(shown) is kind
+        assert (type(shown), shown.notes) == (kind, not quiet)
 
 
 @pytest.mark.parametrize(
