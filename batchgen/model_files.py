@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config import ModelConfig
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, first_line
 
 _LFS = b"version https://git-lfs"
 _PULL = "run `git lfs pull` in the cloned folder, or download the model with `hf download`"
@@ -212,9 +212,8 @@ def adapter_folder(lora: str) -> Path:
         try:
             folder = Path(snapshot_download(lora, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
         except Exception as e:
-            reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise ModelError(
-                f"the adapter {lora!r} is not a folder here, and it could not be downloaded from the hub: {reason[:200]}",
+                f"the adapter {lora!r} is not a folder here, and it could not be downloaded from the hub: {first_line(e)}",
                 "give a folder with adapter_config.json and adapter_model.safetensors, or a hub name such as org/adapter",
             ) from e
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -262,29 +261,30 @@ def find_file(config: ModelConfig, name: str, *, fetch: bool = True) -> Path | N
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file of a model. Raises `ModelError`, which says what is wrong with the file."""
-    try:
-        data = path.read_bytes()
-    except OSError as e:
-        raise ModelError(f"{path} cannot be read: {e.strerror}", "check its permissions") from None
-    _check_content(path, data[:512])
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise ModelError(f"{path} is not JSON: {e}", "copy the file from the model again") from None
+    value = _value_in(path)
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object", "copy the file from the model again")
     return value
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """Returns the list of objects in a JSON file of a model. Raises `ModelError`, which says what is wrong with the file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelError(f"{path} cannot be read as JSON: {e}", "copy the file from the model again") from None
+    """Does the same for a list of objects."""
+    value = _value_in(path)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ModelError(f"{path} holds no list of objects", "copy the file from the model again")
     return value
+
+
+def _value_in(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror}", "check its permissions") from None
+    _check_content(path, data[:512])
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise ModelError(f"{path} is not JSON: {e}", "copy the file from the model again") from None
 
 
 def _check_content(path: Path, start: bytes) -> None:

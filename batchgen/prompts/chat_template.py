@@ -80,8 +80,6 @@ class ChatTemplate:
         """The roles of which every part appears, as the template writes parts."""
         self._clock = ""
         self._special_tokens = dict(tokenizer.special_tokens_map)
-        self._sources: dict[bool, str] = {}
-        """The texts of the template, for conversations with tools and for those without."""
         self._used: dict[str, bool] = {}
         self._call_forms: dict[bool, tuple[bool, bool]] = {}
         """The forms of `_CALL_FORMS` that the template takes, for conversations with tools and for those without."""
@@ -154,14 +152,10 @@ class ChatTemplate:
         return shape if isinstance(shape, TemplateShape) else None
 
     def _text_for(self, tools: Any) -> str:
-        source = self._sources.get(tools is not None)
-        if source is None:
-            try:
-                source = str(self._tokenizer.get_chat_template(self._source, tools))
-            except ValueError as e:  # it has several, and none for this conversation
-                raise RowError("template_error", f"chat template: {first_line(e)}") from None
-            self._sources[tools is not None] = source
-        return source
+        try:
+            return str(self._tokenizer.get_chat_template(self._source, tools))
+        except ValueError as e:  # it has several, and none for this conversation
+            raise RowError("template_error", f"chat template: {first_line(e)}") from None
 
     def text(self, messages: Sequence[Message], answer: str | TemplateFailure) -> str:
         """Returns the answer to a call, the text. Raises `RowError("template_error")` with the template's own message if there is none."""

@@ -91,8 +91,7 @@ def _unreadable(config: ModelConfig, what: str, error: BaseException) -> ModelEr
             f"model {config.model!r} has no tokenizer.json, and its tokenizer cannot be read here",
             "add tokenizer.json, or pip install sentencepiece protobuf (or tiktoken, if its file is one of tiktoken's)",
         )
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    why = f"it has no {lines[0]}" if isinstance(error, KeyError) else lines[0].strip()
+    why = f"it has no {first_line(error)}" if isinstance(error, KeyError) else first_line(error)
     return ModelError(f"the {what} of model {config.model!r} cannot be loaded: {why}")
 
 

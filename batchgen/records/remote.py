@@ -177,7 +177,8 @@ class _StoreFile(io.RawIOBase):
             self._file = self._fs.open(path, "rb", block_size=_READ_AHEAD)
             if path.startswith(_WEB) and not _reads_ranges(self._file):
                 self._file.close()
-                self._file, self._is_stream = _web_stream(self._fs, path), True
+                # In one request, from its start to its end. With a size, fsspec does not ask for it.
+                self._file, self._is_stream = self._fs.open(path, "rb", block_size=0, size=1), True
 
     def readable(self) -> bool:
         return True
@@ -239,11 +240,6 @@ def _whole_range(fetch: Callable[[int, int], bytes], start: int, end: int) -> by
     if len(found) > end - start:
         raise ValueError("the server has sent another range than it was asked for")
     return bytes(found)
-
-
-def _web_stream(fs: Any, path: str) -> Any:
-    """Opens a file that can only be read from its start to its end, in one request."""
-    return fs.open(path, "rb", block_size=0, size=1)  # with a size, fsspec does not ask for it
 
 
 @contextmanager
