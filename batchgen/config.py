@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from batchgen.errors import UsageError
 from batchgen.options import (
@@ -45,21 +45,19 @@ _TEMPLATE: Rule = (
 class ModelConfig:
     """Which model, and where it runs."""
 
+    GROUP: ClassVar = "Model"
+
     model: PathText = option(
         MISSING,
         "A folder with a model, or the name of a model on the hub.",
-        group="Model",
         flags=["--model", "-m"],
         metavar="MODEL",
         rules=[_NAMED],
     )
-    revision: str | None = option(
-        None, "Branch, tag or commit of a model on the hub.", group="Model", metavar="NAME", shown="main"
-    )
+    revision: str | None = option(None, "Branch, tag or commit of a model on the hub.", metavar="NAME", shown="main")
     lora: PathText | None = option(
         None,
         "A LoRA adapter for the model: a folder, or a name on the hub. It is merged into the weights when they are loaded.",
-        group="Model",
         metavar="DIR|HUB",
         rules=[_NAMED],
         shown="none",
@@ -67,40 +65,34 @@ class ModelConfig:
     dtype: str = option(
         "auto",
         "Type of the weights and the KV. auto uses the checkpoint's type, or float32 on a CPU that is faster with it.",
-        group="Model",
         values=["auto", "float32", "bfloat16", "float16"],
     )
     quantize: str = option(
         "none",
         "Compute linear layers in 8 bits (CPU). Their weights are rounded when the model is loaded; the summary says what that changes.",
-        group="Model",
         values=["none", "int8"],
     )
     weights: str = option(
         "auto",
         "Keep the weights in memory (resident), or read those of most layers again in every step, in larger steps (streamed, CPU). auto "
         "streams those that do not fit. Results are the same.",
-        group="Model",
         values=["auto", "resident", "streamed"],
     )
     weight_memory: str | None = option(
         None,
         "Memory that the weights may take; with less, layers are streamed.",
-        group="Model",
         metavar="SIZE",
         shown="what is free",
     )
     device: str = option(
         "auto",
         "Device to run on. auto uses CUDA, else MPS, else the CPU. cuda:0,1 runs one process on each GPU.",
-        group="Model",
         metavar="auto|cpu|mps|cuda[:N,…]",
     )
     """`cpu:0,1` runs several processes that share the CPU's threads."""
     device_map: str | None = option(
         None,
         "auto distributes the layers of one model over all devices.",
-        group="Model",
         values=["auto"],
         shown="one device",
     )
@@ -116,7 +108,6 @@ class ModelConfig:
         None,
         "Number of engines on the cluster.",
         group="Machines",
-        metavar="N",
         rules=[at_least(1)],
         shown="one for each GPU, or as many as --cpus-per-worker allows",
     )
@@ -124,7 +115,6 @@ class ModelConfig:
         None,
         "CPUs of each engine on the cluster, and its number of threads.",
         group="Machines",
-        metavar="N",
         rules=[at_least(1)],
         shown="1 beside a GPU, else those of the smallest machine",
     )
@@ -162,12 +152,11 @@ class ModelConfig:
         None,
         "Make larger images smaller: at most this many pixels. For models whose processor has such a limit.",
         group="Prompts",
-        metavar="N",
         rules=[at_least(1)],
         shown="the model's own",
         after="image_column",
     )
-    trust_remote_code: bool = option(False, "Allow Python code from the model's folder to run.", group="Model")
+    trust_remote_code: bool = option(False, "Allow Python code from the model's folder to run.")
     compile: str = option(
         "auto",
         "On a CPU: use batchgen's kernels, compiled once per machine (auto: if there is a C++ compiler). On a GPU: run steps as "
@@ -230,37 +219,33 @@ class ModelConfig:
 class PromptConfig:
     """How a row becomes a prompt."""
 
-    prompt_column: str = option("prompt", "Column that holds the prompt.", group="Prompts", metavar="COL")
-    messages_column: str = option("messages", "Column that holds a conversation.", group="Prompts", metavar="COL")
+    GROUP: ClassVar = "Prompts"
+
+    prompt_column: str = option("prompt", "Column that holds the prompt.", metavar="COL")
+    messages_column: str = option("messages", "Column that holds a conversation.", metavar="COL")
     template: str | None = option(
         None,
         "Jinja template that makes the prompt from the row's columns (sandboxed).",
-        group="Prompts",
         metavar="FILE",
         parse=file_text,
         rules=[_TEMPLATE],
     )
     """The template's source."""
-    prefix: str | None = option(
-        None, "Text to put before every prompt.", group="Prompts", metavar="TEXT|@FILE", parse=text_or_file
-    )
+    prefix: str | None = option(None, "Text to put before every prompt.", metavar="TEXT|@FILE", parse=text_or_file)
     system: str | None = option(
         None,
         "System message to put before every prompt or conversation.",
-        group="Prompts",
         metavar="TEXT|@FILE",
         parse=text_or_file,
     )
     chat: bool | None = option(
         None,
         "Send prompts through the chat template, or as raw text.",
-        group="Prompts",
         shown="chat if the model has a chat template",
     )
     chat_template: str | None = option(
         None,
         "Jinja template to use instead of the model's chat template.",
-        group="Prompts",
         metavar="FILE",
         parse=file_text,
         rules=[_TEMPLATE],
@@ -269,21 +254,18 @@ class PromptConfig:
     chat_template_kwargs: dict[str, object] = option(
         dict,
         """Variables for the chat template, such as '{"enable_thinking": false}'.""",
-        group="Prompts",
         metavar="JSON",
         parse=json_object,
     )
     on_long_prompt: str = option(
         "error",
         "For a prompt longer than the model's context: fail, or shorten its longest texts on this side.",
-        group="Prompts",
         values=["error", "truncate-left", "truncate-right"],
     )
     """truncate-left keeps the ends of the longest texts, truncate-right their beginnings. The chat template's own text stays whole."""
     row_params: tuple[str, ...] | Any = option(
         (),
         "Columns that hold a row's own sampling parameters, such as temperature.",
-        group="Prompts",
         metavar="COL,…",
         parse=comma_list,
     )
@@ -327,7 +309,6 @@ class PromptConfig:
     image_column: tuple[str, ...] | Any = option(
         (),
         "Columns of images to put before the prompt, or where --template names them: paths, URLs, bytes, or lists of these.",
-        group="Prompts",
         metavar="COL,…",
         parse=comma_list,
     )
@@ -343,7 +324,6 @@ def _chosen_number(help: str) -> Any:
     return option(
         None,
         help,
-        group="Engine",
         metavar="auto|N",
         rules=[at_least(1)],
         parse=whole_number_or_auto,
@@ -355,27 +335,23 @@ def _chosen_number(help: str) -> Any:
 class EngineConfig:
     """How the work is batched. None means that batchgen chooses a value for the device."""
 
-    chunk_size: int = option(
-        16, "Tokens per chunk of the prefix hash.", group="Engine", metavar="N", rules=[at_least(1)]
-    )
+    GROUP: ClassVar = "Engine"
+
+    chunk_size: int = option(16, "Tokens per chunk of the prefix hash.", rules=[at_least(1)])
     batch_size: int | None = _chosen_number("Maximum number of sequences that decode at once.")
     max_batch_tokens: int | None = _chosen_number("Maximum number of tokens in one forward pass.")
     max_prefill_tokens: int | None = _chosen_number("Maximum number of prompt tokens in one forward pass.")
     kv_memory: str = option(
         "auto",
         "Memory for keys and values on each device: a size such as 8GiB, or a share of the free memory such as 80%.",
-        group="Engine",
         metavar="auto|SIZE",
     )
-    policy: str = option(
-        "prefix", "Order in which rows start and in which a step takes tokens.", group="Engine", values=POLICIES
-    )
-    share: bool = option(True, "Run shared prefixes once, or run every prompt whole (for comparison).", group="Engine")
+    policy: str = option("prefix", "Order in which rows start and in which a step takes tokens.", values=POLICIES)
+    share: bool = option(True, "Run shared prefixes once, or run every prompt whole (for comparison).")
     speculate: str = option(
         "auto",
         "Run guesses of the next tokens of a row in the same step and keep those that come true where that is faster. "
         "The output is the same.",
-        group="Engine",
         values=["auto", "off"],
     )
     row_timeout: float | None = option(
@@ -389,8 +365,6 @@ class EngineConfig:
     threads: int | None = option(
         None,
         "Number of CPU threads for all processes together.",
-        group="Engine",
-        metavar="N",
         rules=[at_least(1)],
         shown="the cores that the process may use",
     )
@@ -401,7 +375,6 @@ class EngineConfig:
     debug: bool = option(
         False,
         "Check the engine's invariants after every step, and add digests of what the model computes with to the figures.",
-        group="Engine",
     )
 
     def __post_init__(self) -> None:
@@ -484,12 +457,13 @@ INPUT_FORMATS = {
 class JobConfig:
     """A whole job: from input files to an output file."""
 
+    GROUP: ClassVar = "Job"
+
     inputs: tuple[PathText, ...] | Any
     """Files, folders, globs, URLs or `-`: one or a list of them."""
     output: PathText | None = option(
         None,
         "Output file: JSONL, CSV or TSV (also .gz, .zst), or Parquet, by its suffix. - writes JSONL to standard output.",
-        group="Job",
         flags=["--output", "-o"],
         metavar="OUTPUT",
         rules=[_NAMED],
@@ -498,14 +472,12 @@ class JobConfig:
     input_format: str | None = option(
         None,
         "Format of the input, instead of the one its suffix names.",
-        group="Job",
         values=list(INPUT_FORMATS),
         shown="by suffix",
     )
     encoding: str | None = option(
         None,
         "Encoding of text files that are not UTF-8, such as cp1252, utf-16 or shift_jis.",
-        group="Job",
         metavar="NAME",
         rules=[(_is_text_encoding, "the name of a text encoding, such as cp1252, utf-16 or shift_jis")],
         shown="utf-8",
@@ -513,14 +485,12 @@ class JobConfig:
     dataset_config: str | None = option(
         None,
         "Configuration of an input that is a dataset: hf://datasets/OWNER/NAME, or a folder with the Hub's layout.",
-        group="Job",
         metavar="NAME",
         shown="the default one",
     )
     split: str | None = option(
         None,
         "Split of an input that is a dataset: a name, several as in train+test, or all.",
-        group="Job",
         metavar="NAME",
         shown="the only one",
     )
@@ -558,22 +528,18 @@ class JobConfig:
     limit: int | None = option(
         None,
         "Generate only the first N rows. Later rows that already have a result stay in the output.",
-        group="Job",
-        metavar="N",
         rules=[at_least(0)],
     )
     order: str = option(
         "input",
         "Write rows in input order, or in the order in which they finish.",
-        group="Job",
         values=["input", "done"],
     )
-    overwrite: bool = option(False, "Discard the existing output and start again.", group="Job")
-    retry_errors: bool = option(False, "Run rows again that failed in an earlier run.", group="Job")
+    overwrite: bool = option(False, "Discard the existing output and start again.")
+    retry_errors: bool = option(False, "Run rows again that failed in an earlier run.")
     retry: tuple[str, ...] | Any = option(
         (),
         "Run rows again that failed in an earlier run, or were cut by their time limit, length or repetition.",
-        group="Job",
         metavar="errors,timeout,length,repetition",
         parse=comma_list,
         rules=[(lambda v: set(v) <= set(RETRY_REASONS), "of errors, timeout, length and repetition")],
@@ -582,19 +548,16 @@ class JobConfig:
     prune: bool = option(
         False,
         "Remove finished rows from the output that are no longer in the input, and delete their results.",
-        group="Job",
     )
     max_errors: str | None = option(
         None,
         "Stop if more rows than this have failed. A percentage applies to the finished rows, from 100 rows on.",
-        group="Job",
         metavar="N|P%",
         shown="no limit",
     )
     keep: tuple[str, ...] | Any | None = option(
         None,
         "Input columns to copy to the output.",
-        group="Job",
         metavar="all|none|COL,…",
         parse=_parse_kept_columns,
         shown="all",
@@ -610,27 +573,23 @@ class JobConfig:
     output_format: str = option(
         "rows",
         "Write rows in batchgen's own form, or in that of OpenAI's Batch output.",
-        group="Job",
         values=["rows", "openai"],
     )
     flush_every: float = option(
         5.0,
         "Time between writes of results and unfinished completions to disk.",
-        group="Job",
         metavar="SECONDS",
         rules=[at_least(0)],
     )
     grace: float = option(
         5.0,
         "Time that running rows get to finish after SIGTERM or SIGHUP.",
-        group="Job",
         metavar="SECONDS",
         rules=[at_least(0)],
     )
     work_dir: PathText | None = option(
         None,
         "Folder that holds the job's folder.",
-        group="Job",
         metavar="DIR",
         rules=[_NAMED],
         shown="beside the output",
@@ -647,18 +606,14 @@ class JobConfig:
     push: str | None = option(
         None,
         "When the job is finished, push its output to this dataset of the Hub, with a card. The output must be Parquet.",
-        group="Job",
         metavar="OWNER/NAME",
         shown="nowhere",
     )
-    push_public: bool = option(False, "If --push creates the dataset, let everybody read it.", group="Job")
-    stats: PathText | None = option(
-        None, "Also write the job's figures to this file.", group="Job", metavar="FILE", rules=[_NAMED]
-    )
+    push_public: bool = option(False, "If --push creates the dataset, let everybody read it.")
+    stats: PathText | None = option(None, "Also write the job's figures to this file.", metavar="FILE", rules=[_NAMED])
     report: PathText | None = option(
         None,
         "Also write a report to this file: a page for a browser with the prefix tree, speed, lengths and errors.",
-        group="Job",
         metavar="FILE.html",
         rules=[_NAMED],
     )

@@ -1,9 +1,9 @@
 """Declares options: each once, together with the field of the configuration that it sets.
 
-    batch_size: int | None = option(None, "Maximum number of sequences that decode at once.", group="Engine",
+    batch_size: int | None = option(None, "Maximum number of sequences that decode at once.",
                                     rules=[at_least(1)], parse=whole_number_or_auto, metavar="auto|N", shown="auto")
 
-The annotation and the default are those of the option. A value of a similar type is converted (a list to a tuple, a `Path` to text). `check`
+The annotation and the default are those of the option, which is in the group of its class (`GROUP`) unless it names another. A value of a similar type is converted (a list to a tuple, a `Path` to text). `check`
 refuses values that break a rule in `rules`. The command line and the documentation are made from the rest. A field without `option` is not
 an option of the command.
 """
@@ -41,10 +41,11 @@ class Option:
     help: str
     """One or two short sentences."""
     group: str
+    """One of `GROUPS`; empty for the `GROUP` of its class."""
     flags: tuple[str, ...]
     """Its names, such as `--model` and `-m`."""
     metavar: str
-    """The placeholder for the value in the help; empty for a switch."""
+    """The placeholder for the value in the help. Empty: N for a whole number, X for another number, none for a switch."""
     values: tuple[str, ...]
     """The texts that the option takes; empty if they cannot be listed."""
     rules: tuple[Rule, ...]
@@ -60,7 +61,7 @@ def option(
     default: Any,
     help: str,
     *,
-    group: str,
+    group: str = "",
     flags: Sequence[str] = (),
     metavar: str = "",
     values: Sequence[str] = (),

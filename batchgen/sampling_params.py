@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, wraps
-from typing import Any
+from typing import Any, ClassVar
 
 from batchgen.errors import RowError, UsageError
 from batchgen.options import (
@@ -56,93 +56,73 @@ class SamplingParams:
     type and `ValueError` for a value out of range; both name the parameter.
     """
 
+    GROUP: ClassVar = "Sampling"
+
     max_tokens: int = option(
         AUTO_MAX_TOKENS,
         "Maximum number of tokens in a completion. auto is 1,024, or 16,384 for a model that thinks.",
-        group="Sampling",
         metavar="auto|N",
         rules=[at_least(1)],
         parse=whole_number_or_auto,
         shown="auto",
     )
     """None means auto."""
-    temperature: float = option(
-        0.0, "Divides the logits. 0 is greedy decoding.", group="Sampling", metavar="X", rules=[at_least(0)]
-    )
+    temperature: float = option(0.0, "Divides the logits. 0 is greedy decoding.", rules=[at_least(0)])
     top_p: float = option(
         1.0,
         "Sample from the most likely tokens that together have this probability. 1 is off.",
-        group="Sampling",
-        metavar="X",
         rules=[(lambda v: 0 < v <= 1, "above 0 and at most 1")],
     )
-    top_k: int = option(
-        0, "Sample from the N most likely tokens. 0 or -1 is off.", group="Sampling", metavar="N", rules=[at_least(0)]
-    )
+    top_k: int = option(0, "Sample from the N most likely tokens. 0 or -1 is off.", rules=[at_least(0)])
     min_p: float = option(
         0.0,
         "Minimum probability of a token, relative to the most likely token. 0 is off.",
-        group="Sampling",
-        metavar="X",
         rules=[between(0, 1)],
     )
     repetition_penalty: float = option(
         1.0,
         "A value above 1 makes tokens of the prompt and completion less likely. 1 is off.",
-        group="Sampling",
-        metavar="X",
         rules=[above(0)],
     )
     """The penalty of CTRL (arXiv:1909.05858)."""
     presence_penalty: float = option(
         0.0,
         "Subtracted once from the logit of every token that is in the completion; -2 to 2.",
-        group="Sampling",
-        metavar="X",
         rules=[between(-2, 2)],
     )
     frequency_penalty: float = option(
         0.0,
         "Subtracted from a token's logit for each time it is in the completion; -2 to 2.",
-        group="Sampling",
-        metavar="X",
         rules=[between(-2, 2)],
     )
     stop: tuple[str, ...] | Any = option(
         (),
         "A text that ends the completion and is removed from it. Repeatable.",
-        group="Sampling",
         metavar="TEXT",
         rules=[_TEXTS],
     )
     stop_token_ids: tuple[int, ...] | Any = option(
         (),
         "A token id that ends the completion, in addition to the model's own. Repeatable.",
-        group="Sampling",
         flags=["--stop-token-id"],
         metavar="ID",
         rules=[(lambda v: all(t >= 0 for t in v), "token ids")],
     )
-    ignore_eos: bool = option(False, "Ignore the model's end tokens: generate --max-tokens tokens.", group="Sampling")
+    ignore_eos: bool = option(False, "Ignore the model's end tokens: generate --max-tokens tokens.")
     seed: int = option(
         0,
         "Seed of the random numbers.",
-        group="Sampling",
-        metavar="N",
         rules=[(lambda v: -(2**63) <= v < 2**63, "a 64-bit number")],
     )
     n: int = option(
         1,
         "Number of completions of each prompt, each with its own random numbers.",
-        group="Sampling",
         flags=["--n", "-n"],
-        metavar="N",
         rules=[between(1, 1024)],
     )
     logprobs: int | None = option(
         None,
         "Add the log-probability of each sampled token and of the K most likely tokens.",
-        group="Sampling",
         metavar="K",
         shown="none",
         rules=[between(0, MAX_LOGPROBS)],
@@ -151,8 +131,6 @@ class SamplingParams:
     max_repeats: int | None = option(
         None,
         "End a completion when it repeats a sequence of 1 to 256 tokens N times in a row (at least 32 tokens in all).",
-        group="Sampling",
-        metavar="N",
         rules=[at_least(2)],
         shown="no limit",
     )
@@ -160,14 +138,11 @@ class SamplingParams:
     reasoning: str = option(
         "auto",
         "auto moves the thoughts of models that mark them from the text to the field reasoning. off leaves them in the text.",
-        group="Sampling",
         values=["auto", "off"],
     )
     reasoning_budget: int | None = option(
         None,
         "End the thoughts after N tokens, so that the answer begins.",
-        group="Sampling",
-        metavar="N",
         rules=[at_least(0)],
         shown="no limit",
     )

@@ -20,25 +20,25 @@ from batchgen.sampling_params import SamplingParams
 from batchgen_cli.stderr import exit_code_of, for_encoding
 
 T = TypeVar("T")
+_METAVARS = {"int": "N", "float": "X"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Display:
     """Options of what a command shows on standard error."""
 
+    GROUP: ClassVar = "Job"
+
     progress: bool | None = option(
         None,
         "Show the progress of the job.",
-        group="Job",
         shown="a bar on a terminal, a line every 10 s in a log",
     )
     log_format: str = option(
-        "text", "Write standard error as text, or as one JSON object per line.", group="Job", values=["text", "json"]
+        "text", "Write standard error as text, or as one JSON object per line.", values=["text", "json"]
     )
-    quiet: bool = option(False, "Show errors only.", group="Job", flags=["--quiet", "-q"])
-    verbose: bool = option(
-        False, "Show warnings of libraries and tracebacks of errors.", group="Job", flags=["--verbose", "-v"]
-    )
+    quiet: bool = option(False, "Show errors only.", flags=["--quiet", "-q"])
+    verbose: bool = option(False, "Show warnings of libraries and tracebacks of errors.", flags=["--verbose", "-v"])
 
     def __post_init__(self) -> None:
         check(self)
@@ -71,7 +71,7 @@ def job_parameters() -> list[Parameter]:
     )
     configs = (ModelConfig, SamplingParams, PromptConfig, JobConfig, EngineConfig, Display)
     declared = [(config, f) for config in configs for f in fields(config) if "option" in f.metadata]
-    declared.sort(key=lambda each: GROUPS.index(each[1].metadata["option"].group))
+    declared.sort(key=lambda each: GROUPS.index(_group(*each)))
     for each in [each for each in declared if each[1].metadata["option"].after]:
         declared.remove(each)
         names = [f.name for _, f in declared]
@@ -104,11 +104,15 @@ def _typer_option(config: type, f: Field[Any]) -> Any:
     return typer.Option(
         *flags,
         help=declared.help,
-        metavar=declared.metavar or None,
+        metavar=declared.metavar or next((name for kind, name in _METAVARS.items() if kind in _type_names(f)), None),
         show_default=_shown_default(f),
-        rich_help_panel=declared.group,
+        rich_help_panel=_group(config, f),
         autocompletion=_completion(declared),
     )
+
+
+def _group(config: Any, f: Field[Any]) -> str:
+    return f.metadata["option"].group or str(config.GROUP)
 
 
 def _type_names(f: Field[Any]) -> list[str]:
