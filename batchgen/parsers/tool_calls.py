@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from batchgen.parsers.json_schemas import referenced
 from batchgen.parsers.thinking import HARMONY, thinking_format
-from batchgen.parsers.tool_schemas import with_types
 from batchgen.result import ToolCall
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -358,7 +358,8 @@ def find_calls(
             warnings.simplefilter("ignore")  # of backslashes in texts as in Python
             answer = answer if format.rewrite is None else format.rewrite(answer)
         as_json = format.template["fields"]["tool_calls"].get("content") == "json"
-        typed = with_types(known, texts=not as_json)  # what JSON has as a text is no number where it may be a text
+        # What JSON has as a text is no number where it may be a text.
+        typed = [_with_types(tool, not as_json) for tool in known]
         message = parse_response(answer, _response_template(format), prefix=prompt if format.whole else "", tools=typed)
         found = message.get("tool_calls") or []
         calls = tuple(
@@ -370,6 +371,48 @@ def find_calls(
         return None
     content = message.get("content") or ""
     return (content.strip() if isinstance(content, str) else ""), calls
+
+
+_TYPE_NAMES = {
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null",
+}  # fmt: skip
+
+
+def _with_types(tool: Any, texts: bool) -> Any:
+    """Returns a tool with the types of its arguments in `type`; without `texts` none of the arguments that may be texts.
+
+    The parser of transformers reads `type`, `anyOf` and `oneOf` of a tool's schema; schemas say it in other ways too.
+    """
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    parameters = function.get("parameters") if isinstance(function, dict) else None
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    if not isinstance(function, dict) or not isinstance(properties, dict):
+        return tool
+    types = {name: _type_names(schema, parameters, set()) for name, schema in properties.items()}
+    known = {name: {"type": found} for name, found in types.items() if found and (texts or "string" not in found)}
+    return {"name": function.get("name"), "parameters": {"properties": known}}
+
+
+def _type_names(schema: Any, root: Any, seen: set[str]) -> list[str]:
+    """Returns the names of the types that a schema allows, in its order; those of all its parts, and of what it refers to in `root` and that was not `seen` before."""
+    if not isinstance(schema, dict):
+        return []
+    named = schema.get("type")
+    types = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+    for union in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
+            types += _type_names(choice, root, seen)
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref not in seen:
+        seen.add(ref)
+        types += _type_names(referenced(schema, root), root, seen)
+    if not types:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        types = [_TYPE_NAMES[type(value)] for value in values] if isinstance(values, list) else []
+    if schema.get("nullable"):  # transformers' mark of an optional argument
+        types.append("null")
+    return list(dict.fromkeys(types))
 
 
 @lru_cache(maxsize=64)
