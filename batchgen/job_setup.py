@@ -138,7 +138,7 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
             'objects of the JSON schema have no other keys than those of their properties; "additionalProperties": true in the schema allows more'
         )
     tracker.phase("reading")
-    window_size = window_rows(config, source, output)
+    window_size = window_rows(config, source)
     stream = RowStream(source.rows())
     rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
     prompts.columns.check(

@@ -46,7 +46,7 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
             check_shard_free(folder, *config.shard_of, output)
     if output is not None:
         check_push(config, output)
-    window_rows(config, source, output)
+    window_rows(config, source)
     Vocabulary(None, 256).check(config.sampling)  # refuses what no tokenizer could follow
     _check_prompts(config, source)
 

@@ -17,9 +17,11 @@ from batchgen.errors import InputCorrupt, Interrupted, UsageError
 from batchgen.kernels import isa
 from batchgen.model_report import report_model
 from batchgen.prompts import load_tokenizer
+from batchgen.records.inputs import PIPE_WINDOW_ROWS
 from support.progress import Recorder, in_phase, interrupt
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
+SAMPLED = SamplingParams(max_tokens=2, temperature=1.0)  # equal rows have results of their own
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
 
 
@@ -37,6 +39,13 @@ def test_the_tree_of_windows_is_that_of_the_first_one_with_a_row_that_can_run(ti
     plan = plan_job(config_of(tiny_model_dir, source, window=2)).figures
     assert (plan["rows"], plan["rows_failed"], plan["windows"]) == (10, 2, 4)
     assert [(line["tokens"], line["rows"]) for line in plan["tree"]] == [(1 + len(ROOT) + len("The "), 2)]
+
+
+def test_the_windows_of_rows_for_standard_output_are_those_of_the_run(tiny_model_dir, write_jsonl):
+    source = write_jsonl({"prompt": "x"} for _ in range(PIPE_WINDOW_ROWS + 1))
+    assert plan_job(config_of(tiny_model_dir, source, output="-", sampling=SAMPLED)).figures["windows"] == 2
+    with pytest.raises(UsageError, match="--window all writes no row before all rows are done"):
+        plan_job(config_of(tiny_model_dir, source, output="-", window="all"))
 
 
 @pytest.mark.parametrize("window", [None, 3])

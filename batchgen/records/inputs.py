@@ -243,14 +243,14 @@ def _fits(file: InputFile, schema: pa.Schema, unified: pa.Schema) -> bool:
         return False
 
 
-def window_rows(config: JobConfig, source: Input, output: str | None = None) -> int | None:
+def window_rows(config: JobConfig, source: Input) -> int | None:
     """Number of rows in a window; None if the whole input is put in prefix order.
 
     Raises `UsageError` if `--window all` is asked for and not possible.
     """
     once = source.is_read_once()
     if config.shard is None and config.window is None:
-        if once or output == "-":
+        if once or config.output == "-":
             return PIPE_WINDOW_ROWS
         return DONE_WINDOW_ROWS if config.order == "done" else None
     if config.shard is None and config.window != "all":
@@ -260,7 +260,7 @@ def window_rows(config: JobConfig, source: Input, output: str | None = None) -> 
     )
     if once:
         raise UsageError(f"{name} reads the input twice, which {source.files[0].shown} does not allow", others)
-    if output == "-":
+    if config.output == "-":
         raise UsageError(f"{name} writes no row before all rows are done", "name an output with -o")
     if config.order == "done":
         raise UsageError("--window all cannot be combined with --order done", "use --window ROWS")

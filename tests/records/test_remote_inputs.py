@@ -92,7 +92,7 @@ def test_a_store_that_has_listed_files_is_not_asked_whether_they_can_be_read_twi
     source = opened("s3://bucket/in")
     monkeypatch.setattr(s3, "_call_s3", _fail(AssertionError("a request")))
     assert not source.is_read_once()
-    assert window_rows(JobConfig(inputs="s3://bucket/in", model="m"), source, "o.jsonl") is None
+    assert window_rows(JobConfig(inputs="s3://bucket/in", model="m"), source) is None
 
 
 def test_a_store_is_asked_once_for_a_folder_of_many_files_and_not_for_each(s3, monkeypatch):
