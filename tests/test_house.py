@@ -45,7 +45,7 @@ def names_in(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_benchmarks_import_only_names_that_exist(modules: Modules) -> None:
+def test_benchmarks_import_only_names_that_exist(modules):
     known = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): tree for path, tree in modules.items()}
     names_of = cache(lambda module: names_in(known[module]) if module in known else set())
     wrong = set()
@@ -60,7 +60,7 @@ def test_benchmarks_import_only_names_that_exist(modules: Modules) -> None:
     assert wrong == set()
 
 
-def test_functions_fit_on_a_screen(modules: Modules) -> None:
+def test_functions_fit_on_a_screen(modules):
     long = {
         f"{path}:{node.lineno} {node.name}"
         for path, tree in modules.items()
@@ -72,7 +72,7 @@ def test_functions_fit_on_a_screen(modules: Modules) -> None:
     assert long == set()
 
 
-def test_classes_and_public_functions_have_unique_names(modules: Modules) -> None:
+def test_classes_and_public_functions_have_unique_names(modules):
     """A private class does not share the name of another class either."""
     homes = defaultdict(list)
     for path, tree in modules.items():
@@ -84,7 +84,7 @@ def test_classes_and_public_functions_have_unique_names(modules: Modules) -> Non
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
-def test_a_private_name_means_one_thing_in_its_package(modules: Modules) -> None:
+def test_a_private_name_means_one_thing_in_its_package(modules):
     homes = defaultdict(list)
     for path, tree in modules.items():
         for name in private_names(tree):
@@ -101,12 +101,12 @@ def private_names(tree: ast.Module) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
-def test_no_folder_has_too_many_files(modules: Modules) -> None:
+def test_no_folder_has_too_many_files(modules):
     files = Counter(path.parent for path in modules if not path.stem.startswith("__"))
     assert {str(folder): count for folder, count in files.items() if count > FOLDER_FILES} == {}
 
 
-def test_every_module_has_a_docstring(modules: Modules) -> None:
+def test_every_module_has_a_docstring(modules):
     assert [str(path) for path, tree in modules.items() if not ast.get_docstring(tree)] == []
 
 

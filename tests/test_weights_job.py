@@ -4,7 +4,6 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -66,9 +65,7 @@ def with_adapter(exact: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "way"), slow_but(QUICK, itertools.product(MODELS, WAYS)))
-def test_a_job_has_the_bytes_of_plain_weights_in_memory(
-    name: str, way: str, models: Any, cli: Any, write_jsonl: Any, tmp_path: Path
-) -> None:
+def test_a_job_has_the_bytes_of_plain_weights_in_memory(name, way, models, cli, write_jsonl, tmp_path):
     if name != "plain" and kernels() is None:
         pytest.skip("torch's products depend on where a weight begins in memory")
     model, exact = models(name)

@@ -23,9 +23,7 @@ LAST = [0, 1, 4, 4, 4, 6, 6, 7, 10, 10, 10]
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 4}, {"causal": True}, {"causal": True, "softcap": 2.0}], ids=str
 )
-def test_an_image_or_a_prompt_is_seen_whole_unless_the_layer_is_causal(
-    backend: str, options: dict[str, Any], prompt: int
-) -> None:
+def test_an_image_or_a_prompt_is_seen_whole_unless_the_layer_is_causal(backend, options, prompt):
     spans = [ScheduledSpan(sequence(prompt=prompt), 0, 11, 11)]
     layers = {0: LayerShape(2, 8, 16)}
     attention: Any

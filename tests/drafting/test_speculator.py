@@ -83,20 +83,20 @@ def step_of(found: Speculator, step: list[GenerationSequence], plain: float, eac
     return count
 
 
-def test_a_completion_that_copies_its_prompt_is_drafted_from_it() -> None:
+def test_a_completion_that_copies_its_prompt_is_drafted_from_it():
     assert [d[:5] for d in proposed(speculator(rows=2), decoding(2, PROMPT[4:12]))] == [PROMPT[12:17]] * 2
 
 
 @pytest.mark.parametrize(("max_tokens", "drafts"), [(5, [106, 107]), (3, [])])
-def test_a_draft_is_no_longer_than_the_completion_may_become(max_tokens: int, drafts: list[int]) -> None:
+def test_a_draft_is_no_longer_than_the_completion_may_become(max_tokens, drafts):
     assert proposed(speculator(rows=1), decoding(1, [104, 105], max_tokens)) == [drafts]
 
 
-def test_text_that_a_grammar_forces_comes_before_everything_else() -> None:
+def test_text_that_a_grammar_forces_comes_before_everything_else():
     assert proposed(speculator(forced=(1, 2, 107), rows=1), decoding(1, [104, 105]))[0][:3] == [1, 2, 107]
 
 
-def test_rows_are_drafted_from_what_others_have_written_and_from_finished_ones() -> None:
+def test_rows_are_drafted_from_what_others_have_written_and_from_finished_ones():
     found = speculator(rows=2)
     first, second, third = decoding(3, [1, 2, 3, 4, 5, 6, 7])
     second.generated[2:] = third.generated[:] = []
@@ -108,7 +108,7 @@ def test_rows_are_drafted_from_what_others_have_written_and_from_finished_ones()
 
 
 @pytest.mark.parametrize(("group", "draft"), [(0, 3), (1, 4), (2, 4)])
-def test_rows_are_drafted_from_those_below_the_same_node_before_others(group: int, draft: int) -> None:
+def test_rows_are_drafted_from_those_below_the_same_node_before_others(group, draft):
     rows = decoding(3, [1, 2])
     for seq, node, tokens in zip(rows, (0, 1, group), ([3], [4], []), strict=True):
         seq.parent = SimpleNamespace(node=SimpleNamespace(index=node))  # type: ignore[assignment]
@@ -119,14 +119,14 @@ def test_rows_are_drafted_from_those_below_the_same_node_before_others(group: in
     assert found.accepted == {"outputs": 1}
 
 
-def test_nothing_is_drafted_where_a_token_more_costs_as_much_as_it_gives() -> None:
+def test_nothing_is_drafted_where_a_token_more_costs_as_much_as_it_gives():
     step = decoding(20, PROMPT[4:12])
     none, few, many = (sum(map(len, proposed(speculator(each, rows=20), step))) for each in (10.0, 0.01, 0.0001))
     assert none == 0 < few < many <= 20 * LONGEST
 
 
 @pytest.mark.parametrize(("pair", "pays"), [(0.0001, True), (1.0, False)])
-def test_a_draft_token_has_the_price_of_the_keys_that_it_reads(pair: float, pays: bool) -> None:
+def test_a_draft_token_has_the_price_of_the_keys_that_it_reads(pair, pays):
     payoff, step = Payoff(Prices(0.0, pair)), decoding(8, [1, 2])  # type: ignore[arg-type]
     keys = sum(seq.end for seq in step)
     load = StepSize(8, 8, keys, keys)
@@ -134,14 +134,14 @@ def test_a_draft_token_has_the_price_of_the_keys_that_it_reads(pair: float, pays
     assert bool(payoff.admitted(load, 0.0, {step[0]: [DraftToken(3, KIND, 0.9)]})) == pays
 
 
-def test_the_likeliest_drafts_are_admitted_first() -> None:
+def test_the_likeliest_drafts_are_admitted_first():
     step, prices = decoding(4, [104, 105]), Prices(0.2)
     found = Speculator(lambda seq: (1, 2, 3) if seq is step[1] else (), Payoff(prices))  # type: ignore[arg-type]
     plain(found, 4, prices.seconds(size(4)))
     assert proposed(found, step) == [[], [1, 2, 3], [], []]
 
 
-def test_what_steps_really_take_is_measured_first_in_steps_without_drafts() -> None:
+def test_what_steps_really_take_is_measured_first_in_steps_without_drafts():
     found, step = speculator(), decoding(4, PROMPT[4:12])
     for _ in range(3):
         assert found.propose(step, alone=False)  # what else the step runs would hide what drafts add
@@ -151,7 +151,7 @@ def test_what_steps_really_take_is_measured_first_in_steps_without_drafts() -> N
         found.ran(size(4, 2 * drafted), 1.0)
 
 
-def test_drafts_that_cost_more_than_estimated_become_fewer_and_rest_until_that_is_forgotten() -> None:
+def test_drafts_that_cost_more_than_estimated_become_fewer_and_rest_until_that_is_forgotten():
     """Draft tokens cost eight times as much as estimated, and more than they give."""
     found, step = speculator(0.03, rows=8), decoding(8, PROMPT[4:12])
     counts = [step_of(found, step, 1.24, 0.25) for _ in range(10 * MAX_REST)]
@@ -160,21 +160,21 @@ def test_drafts_that_cost_more_than_estimated_become_fewer_and_rest_until_that_i
     assert 0 < sum(later) < len(later) / 2
 
 
-def test_drafts_go_on_where_they_cost_what_is_estimated() -> None:
+def test_drafts_go_on_where_they_cost_what_is_estimated():
     found, step = speculator(0.01, rows=8), decoding(8, PROMPT[4:12])
     assert min(step_of(found, step, 1.08, 0.01) for _ in range(30)) > 20
     few = decoding(8, PROMPT[4:12], max_tokens=11)
     assert {step_of(found, few, 1.08, 0.01) for _ in range(30)} == {16}
 
 
-def test_drafts_that_all_fail_together_stop_before_each_kind_is_known_to_fail() -> None:
+def test_drafts_that_all_fail_together_stop_before_each_kind_is_known_to_fail():
     found, step = speculator(0.05, rows=8, forced=tuple(range(LONGEST))), decoding(8, PROMPT[4:12])
     counts = [step_of(found, step, 1.4, 0.05, right=False) for _ in range(40)]
     assert counts[0] > 40
     assert not any(counts[4:])
 
 
-def test_tokens_that_run_again_after_a_wrong_draft_have_their_price() -> None:
+def test_tokens_that_run_again_after_a_wrong_draft_have_their_price():
     step = decoding(8, PROMPT[4:12])
     without, again = (
         sum(map(len, proposed(speculator(0.02, rows=8, replays=replays), step))) for replays in (False, True)
@@ -182,7 +182,7 @@ def test_tokens_that_run_again_after_a_wrong_draft_have_their_price() -> None:
     assert 0 < again < without
 
 
-def test_drafts_that_fail_are_given_up_and_tried_again_later() -> None:
+def test_drafts_that_fail_are_given_up_and_tried_again_later():
     chances = Chances()
     first = chances.of(KIND)
     for _ in range(40):
@@ -240,9 +240,7 @@ def job(output: Path, model: ModelConfig, speculate: str, sampling: dict[str, An
 
 
 @pytest.mark.parametrize("name", slow_but({"schema", "three samples", "recurrent layers"}, JOBS))
-def test_a_job_has_the_same_output_with_every_draft_verified(
-    tmp_path: Path, models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_has_the_same_output_with_every_draft_verified(tmp_path, models, name, monkeypatch):
     model, options, sampling = JOBS[name]
     config = ModelConfig(model=str(models[model]), dtype="float32", **options)
     want, off = job(tmp_path / "off.jsonl", config, "off", sampling)

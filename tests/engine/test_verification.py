@@ -97,7 +97,7 @@ QUICK = [("plain", 1.0), ("plain", 0.7), ("thinking", 0.7)]
     indirect=["model"],
     scope="module",
 )
-def test_every_kind_of_row_has_the_same_result(model: Path, without: list[Result], right: float) -> None:
+def test_every_kind_of_row_has_the_same_result(model, without, right):
     drafters = []
 
     def drafter(engine: Engine) -> ForcedDrafter:
@@ -118,7 +118,7 @@ def model_of_1500(tmp_path: Path) -> Path:
     return save_tiny_llama(tmp_path, vocab_size=1500)
 
 
-def test_logits_that_grammars_save_change_no_result(model_of_1500: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_grammars_save_change_no_result(model_of_1500, monkeypatch):
     cases = {name: params for name, params in CASES.items() if params.constrained}
     calls = watch_columns(monkeypatch)
     got = run(model_of_1500, cases=cases)
@@ -127,13 +127,13 @@ def test_logits_that_grammars_save_change_no_result(model_of_1500: Path, monkeyp
     assert run(model_of_1500, cases=cases) == got
 
 
-def test_a_step_may_compute_no_logits_while_grammars_limit_those_that_a_prefix_node_keeps(model_of_1500: Path) -> None:
+def test_a_step_may_compute_no_logits_while_grammars_limit_those_that_a_prefix_node_keeps(model_of_1500):
     """The first of two completions of a prompt samples from its node's logits while the step runs a part of the next prompt."""
     cases = {"regex": SamplingParams(max_tokens=9, temperature=1.0, regex="[ab]{4,8}", n=2)}
     assert run(model_of_1500, cases=cases, max_prefill_tokens=4) == run(model_of_1500, cases=cases)
 
 
-def test_drafts_without_numbers_leave_no_trace() -> None:
+def test_drafts_without_numbers_leave_no_trace():
     """A draft whose keys are NaN lies in a block that the row's next tokens are written to."""
     bad, prompts, lengths = 90, [[*range(20), i] for i in range(5)], [40] * 5
     model = plain_llama(poison=bad)
@@ -145,7 +145,7 @@ def test_drafts_without_numbers_leave_no_trace() -> None:
     assert 0 < drafter.accepted < drafter.drafted
 
 
-def test_a_step_gives_one_token_and_one_more_for_each_right_draft() -> None:
+def test_a_step_gives_one_token_and_one_more_for_each_right_draft():
     requests = make_requests([[1, 2, 3]], [10])
     want = run_requests(engine_for(plain_llama()), requests)
 

@@ -13,7 +13,7 @@ import pytest
 
 from batchgen.errors import OutputError
 from batchgen.jobs.files.disk import write_stats, writing
-from support.harness import Job, read_output, stored_keys
+from support.harness import read_output, stored_keys
 from support.params import slow_but
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="stops are seen in /proc")
@@ -22,7 +22,7 @@ each = pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "windows
 
 @pytest.mark.parametrize("size", slow_but({600}, [600, 3_000, 30_000, 60_000]))
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_file_that_cannot_grow_ends_the_run_in_one_line_and_finished_rows_are_kept(job: Job, size: int) -> None:
+def test_a_file_that_cannot_grow_ends_the_run_in_one_line_and_finished_rows_are_kept(job, size):
     """Limits the size of every file of the job with the system's own limit, so that write(2) first writes a part."""
     job.prepare()
     note = json.dumps({"note": "x" * 3_000})[1:]
@@ -44,14 +44,14 @@ def test_a_file_that_cannot_grow_ends_the_run_in_one_line_and_finished_rows_are_
     job.go_on()
 
 
-def test_too_few_files_that_may_be_open_are_not_blamed_on_the_disk() -> None:
+def test_too_few_files_that_may_be_open_are_not_blamed_on_the_disk():
     again = "run the same command again: finished rows are kept"
     said = f"o.jsonl.job cannot be written: Too many open files; raise the limit of open files (ulimit -n) and {again}"
     with pytest.raises(OutputError, match=f"^{re.escape(said)}$"), writing("o.jsonl.job"):
         raise OSError(errno.EMFILE, "Too many open files")
 
 
-def test_a_database_that_sqlite_cannot_open_is_not_blamed_on_the_disk(tmp_path: Path) -> None:
+def test_a_database_that_sqlite_cannot_open_is_not_blamed_on_the_disk(tmp_path):
     """SQLite does not say why."""
     said = r"^o cannot be written: unable to open .*; check its permissions and the limit of open files \(ulimit -n\)"
     with pytest.raises(OutputError, match=said), writing("o"), closing(sqlite3.connect(":memory:")) as db:
@@ -61,7 +61,7 @@ def test_a_database_that_sqlite_cannot_open_is_not_blamed_on_the_disk(tmp_path: 
 @linux
 @each
 @pytest.mark.parametrize("what", slow_but({"all"}, ["job folder", "all"]))
-def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job: Job, what: str) -> None:
+def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job, what):
     job.prepare()
     running = job.start(how="SIGSTOP", at=3, only=job.results)
     running.until_stopped()
@@ -86,7 +86,7 @@ def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job: Job, what
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("job", ["jsonl"], indirect=True)
-def test_standard_output_and_stats_that_cannot_be_written_are_named(job: Job) -> None:
+def test_standard_output_and_stats_that_cannot_be_written_are_named(job):
     job.prepare()
     ended = job.run("-o", "-", stdout="/dev/full")
     assert ended.code == 1
@@ -98,8 +98,8 @@ def test_standard_output_and_stats_that_cannot_be_written_are_named(job: Job) ->
 
 
 def test_figures_for_standard_output_come_after_what_is_there_if_it_is_a_file(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    capfd,
+):
     print("before", flush=True)
     write_stats("/dev/stdout", {"rows": 1})
     assert capfd.readouterr().out == 'before\n{\n  "rows": 1\n}\n'

@@ -1,9 +1,7 @@
 """Equal rows are told apart by their ids: each keeps its result whatever happens to the others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -38,16 +36,14 @@ def row_keys() -> Iterator[RowKeys]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("calls", ["one call", "a call for each row"])
-def test_a_sampled_row_has_a_key_of_its_id_or_of_the_number_of_its_occurrence(
-    case: str, calls: str, row_keys: RowKeys
-) -> None:
+def test_a_sampled_row_has_a_key_of_its_id_or_of_the_number_of_its_occurrence(case, calls, row_keys):
     ids, expected = CASES[case]
     lists = [ids] if calls == "one call" else [[own] for own in ids]
     keys = [key for part in lists for key in row_keys.keys([D] * len(part), part, [True] * len(part))]
     assert keys == [(key, False) for key in expected]
 
 
-def test_equal_rows_that_are_not_sampled_have_one_key_and_those_after_the_first_are_told(row_keys: RowKeys) -> None:
+def test_equal_rows_that_are_not_sampled_have_one_key_and_those_after_the_first_are_told(row_keys):
     assert row_keys.keys([D, A, D], [A, B, C], [False] * 3) == [(D, False), (A, False), (D, True)]
     assert row_keys.keys([A, B], [None, A], [False] * 2) == [(A, True), (B, False)]
 
@@ -69,9 +65,7 @@ def finished(results: Results, keys: list[bytes]) -> None:
     ],
     ids=["all", "equal ones", "some had theirs"],
 )
-def test_rows_of_a_finished_job_keep_their_results_when_they_get_ids(
-    tmp_path: Path, before: list[bytes], ids: list[bytes | None], texts: list[str | None], compared: tuple[int, ...]
-) -> None:
+def test_rows_of_a_finished_job_keep_their_results_when_they_get_ids(tmp_path, before, ids, texts, compared):
     with closing(Results(tmp_path, 5.0)) as results:
         finished(results, before)
         keys = [key for key, _ in results.keys_of_rows().keys([D] * len(ids), ids, [True] * len(ids))]
@@ -84,7 +78,7 @@ def test_rows_of_a_finished_job_keep_their_results_when_they_get_ids(
 
 
 @pytest.mark.parametrize("run_rows", [1, 100], ids=["the reading is stored", "it is made again"])
-def test_rows_that_got_ids_are_still_those_of_the_output_after_a_killed_run(runs: Runs, run_rows: int) -> None:
+def test_rows_that_got_ids_are_still_those_of_the_output_after_a_killed_run(runs, run_rows):
     runs.engine = Sampling
     rows = [{"prompt": f"p{i}"} for i in range(10)]
     runs.run(rows, sampling=SAMPLED)
@@ -96,7 +90,7 @@ def test_rows_that_got_ids_are_still_those_of_the_output_after_a_killed_run(runs
     assert runs.texts()[:10] == before
 
 
-def test_a_row_with_an_id_does_not_take_the_result_of_one_without_before_there_is_an_output(runs: Runs) -> None:
+def test_a_row_with_an_id_does_not_take_the_result_of_one_without_before_there_is_an_output(runs):
     runs.engine = Sampling
     rows = [{"prompt": "a", "id": "A"}, {"prompt": "a"}]
     assert runs.run([rows[1], "b"], sampling=SAMPLED, most=1) == (["a"], None)
@@ -116,7 +110,7 @@ def test_a_row_with_an_id_does_not_take_the_result_of_one_without_before_there_i
     ],
     ids=["other bytes", "no bytes", "a page", "another version"],
 )
-def test_a_damaged_memory_is_made_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_memory_is_made_again(tmp_path, damage):
     for _ in range(2):
         with closing(Results(tmp_path, 5.0)) as results:
             keys = results.keys_of_rows().keys([D, D], [B, A], [True] * 2)
@@ -151,8 +145,8 @@ INPUTS = st.lists(st.sampled_from([(f"row {i}", "pqr"[i % 3]) for i in range(15)
     prune=st.booleans(),
 )
 def test_rows_with_ids_keep_their_texts_when_equal_ones_are_deleted_moved_and_inserted(
-    inputs: Any, prune: bool, tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
-) -> None:
+    inputs, prune, tmp_path_factory, tiny_model_dir
+):
     runs = Runs(tmp_path_factory.mktemp("job"), tiny_model_dir)
     runs.engine = Sampling
     known: dict[str, str] = {}

@@ -1,8 +1,6 @@
 """Partial completions are kept: a job that is killed repeatedly generates few extra tokens and gives the same output."""
 
-from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,11 +33,11 @@ def killer(steps: int) -> Recorder:
 
 @pytest.mark.parametrize("name", slow_but({"greedy"}, SAMPLINGS))
 def test_a_job_killed_every_few_steps_gives_the_same_output_and_loses_only_the_last_steps_tokens(
-    name: str,
-    write_jsonl: Callable[..., Path],
-    tiny_model_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name,
+    write_jsonl,
+    tiny_model_dir,
+    monkeypatch,
+):
     tokens: list[int] = []
     accept = Scheduler._append
     monkeypatch.setattr(Scheduler, "_append", lambda *given: tokens.append(1) or accept(*given))

@@ -52,7 +52,7 @@ def modules(model: Any, kind: type) -> list[Any]:
 @pytest.mark.parametrize(
     ("family", "dtype"), slow_but(in_turn(["llama", "gemma2"], DTYPES), product(FAMILIES, DTYPES)), ids=str
 )
-def test_a_model_gives_the_same_with_them(device: torch.device, family: str, dtype: torch.dtype) -> None:
+def test_a_model_gives_the_same_with_them(device, family, dtype):
     model = build(family).to(device, dtype)
     tokens = torch.arange(3, 24, device=device)[None]
     with torch.inference_mode():
@@ -70,7 +70,7 @@ def test_a_model_gives_the_same_with_them(device: torch.device, family: str, dty
 
 
 @pytest.mark.parametrize(("family", "dtype"), slow_but(in_turn(PARTS, DTYPES[::-1]), product(PARTS, DTYPES)), ids=str)
-def test_each_part_gives_what_its_module_gives(device: torch.device, family: str, dtype: torch.dtype) -> None:
+def test_each_part_gives_what_its_module_gives(device, family, dtype):
     model = build(family).to(device, dtype)
     fuse_on_device(model)
     layer = model.model.layers[0]
@@ -85,7 +85,7 @@ def test_each_part_gives_what_its_module_gives(device: torch.device, family: str
                 assert near(part(x.transpose(1, -2)), part.plain(x.transpose(1, -2)))
 
 
-def test_a_norm_in_another_type_than_its_weight_runs_as_it_is(device: torch.device) -> None:
+def test_a_norm_in_another_type_than_its_weight_runs_as_it_is(device):
     model = build("llama").to(device, torch.bfloat16)
     fuse_on_device(model)
     part = modules(model, DeviceNorm)[0]

@@ -34,7 +34,7 @@ def experts_of(name: str, dtype: torch.dtype) -> list[PackedTensor]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), slow_but(in_turn(CODINGS, DTYPES[::-1]), product(CODINGS, DTYPES)))
-def test_experts_of_codes_compute_what_those_of_their_numbers_do_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
+def test_experts_of_codes_compute_what_those_of_their_numbers_do_to_the_last_bit(name, dtype):
     from batchgen.kernels.ops import PackedLinear
 
     weights = experts_of(name, dtype)
@@ -66,7 +66,7 @@ def test_experts_of_codes_compute_what_those_of_their_numbers_do_to_the_last_bit
     ],
 )
 @torch.inference_mode()
-def test_experts_are_replaced_and_the_logits_stay_the_same(name: str, activation: Activation) -> None:
+def test_experts_are_replaced_and_the_logits_stay_the_same(name, activation):
     model = build(name)
     plain = model(input_ids=IDS, use_cache=False).logits
     fuse(model)
@@ -78,7 +78,7 @@ def test_experts_are_replaced_and_the_logits_stay_the_same(name: str, activation
 
 
 @torch.inference_mode()
-def test_linear_layers_of_experts_are_replaced_and_the_logits_stay_the_same() -> None:
+def test_linear_layers_of_experts_are_replaced_and_the_logits_stay_the_same():
     model = build("jetmoe")
     plain = model(input_ids=IDS, use_cache=False).logits
     fuse(model)
@@ -89,7 +89,7 @@ def test_linear_layers_of_experts_are_replaced_and_the_logits_stay_the_same() ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_what_experts_give_for_a_token_does_not_depend_on_other_tokens(dtype: torch.dtype) -> None:
+def test_what_experts_give_for_a_token_does_not_depend_on_other_tokens(dtype):
     model = build("gpt_oss").to(dtype)
     fuse(model)
     fill_activations(model)
@@ -101,7 +101,7 @@ def test_what_experts_give_for_a_token_does_not_depend_on_other_tokens(dtype: to
 
 
 @torch.inference_mode()
-def test_an_expert_that_does_not_exist_is_an_error() -> None:
+def test_an_expert_that_does_not_exist_is_an_error():
     model = build("qwen3_moe")
     fuse(model)
     fused = next(part for part in model.modules() if isinstance(part, FusedExperts))
@@ -112,7 +112,7 @@ def test_an_expert_that_does_not_exist_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["phimoe", "llama4_text", "mixtral", "gpt_oss"])
-def test_the_logits_of_a_router_depend_on_no_other_row(name: str) -> None:
+def test_the_logits_of_a_router_depend_on_no_other_row(name):
     model = build(name)
     fuse(model)
     fill_activations(model)

@@ -54,9 +54,7 @@ def load(folder: Path, dtype: str, compile: str = "off") -> Any:
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.float32], [torch.float32, torch.bfloat16]))
-def test_every_weight_is_that_of_the_dequantized_model_to_the_last_bit(
-    checkpoint: tuple[str, Path, Any], dtype: torch.dtype
-) -> None:
+def test_every_weight_is_that_of_the_dequantized_model_to_the_last_bit(checkpoint, dtype):
     name, folder, _ = checkpoint
     weights = dict(load(folder, str(dtype).removeprefix("torch.")).module.named_parameters())
     expected = dict(dequantized(name, folder, dtype).named_parameters())
@@ -75,9 +73,7 @@ def test_every_weight_is_that_of_the_dequantized_model_to_the_last_bit(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
-def test_every_logit_of_our_kernels_is_that_of_the_dequantized_model_to_the_last_bit(
-    checkpoint: tuple[str, Path, Any], dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_every_logit_of_our_kernels_is_that_of_the_dequantized_model_to_the_last_bit(checkpoint, dtype, tmp_path):
     name, folder, original = checkpoint
     exact = copy.deepcopy(original).to(dtype)
     exact.load_state_dict(dequantized(name, folder, dtype).state_dict())
@@ -99,9 +95,7 @@ def test_every_logit_of_our_kernels_is_that_of_the_dequantized_model_to_the_last
     assert torch.equal(*found)
 
 
-def test_on_a_cpu_only_weights_that_our_kernels_read_stay_packed_if_memory_allows(
-    checkpoint: tuple[str, Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_cpu_only_weights_that_our_kernels_read_stay_packed_if_memory_allows(checkpoint, monkeypatch):
     name, folder, _ = checkpoint
     monkeypatch.setattr(loader, "free_memory", lambda _: 1 << 30)
     for kernels in ("off", "auto"):
@@ -120,8 +114,8 @@ def bits_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_note_tells_the_memory_of_the_packed_weights_and_nothing_else_shows_them(
-    checkpoint: tuple[str, Path, Any],
-) -> None:
+    checkpoint,
+):
     name, folder, original = checkpoint
     model = load(folder, "bfloat16")
     kinds = {"awq": "AWQ", "gptq": "GPTQ", "gptq_v2": "GPTQ", "fp8": "FP8", "mxfp4": "MXFP4"}
@@ -146,8 +140,8 @@ def is_in_8_bits(name: str) -> bool:
 
 
 def test_the_memory_needed_is_that_of_the_packed_weights_and_of_the_largest_one_unpacked(
-    checkpoint: tuple[str, Path, Any],
-) -> None:
+    checkpoint,
+):
     name, folder, original = checkpoint
     config = ModelConfig(model=str(folder))
     sizes = sizes_of(config, load_config(config), 2, on_cpu=False)
@@ -162,7 +156,7 @@ def test_the_memory_needed_is_that_of_the_packed_weights_and_of_the_largest_one_
 
 @torch.inference_mode()
 @pytest.mark.parametrize("checkpoint", slow_but(["awq", "mlx"], (*CHECKPOINTS, *PACKED)), indirect=True)
-def test_a_model_on_several_devices_unpacks_a_layer_when_it_runs(checkpoint: tuple[str, Path, Any]) -> None:
+def test_a_model_on_several_devices_unpacks_a_layer_when_it_runs(checkpoint):
     pytest.importorskip("accelerate")
     name, folder, _ = checkpoint
     model = load_folder(folder, dtype="float32", device="auto", device_map="auto")
@@ -173,7 +167,7 @@ def test_a_model_on_several_devices_unpacks_a_layer_when_it_runs(checkpoint: tup
 
 
 @pytest.mark.parametrize(("package", "extra"), [("compressed-tensors", "quantized"), ("torchao", "torchao")])
-def test_a_missing_package_is_named(package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(package, extra, monkeypatch):
     monkeypatch.setattr("batchgen.model.weights.variants.find_spec", lambda name: None)
     config = AutoConfig.for_model("llama")
     config.quantization_config = {"quant_method": package}
@@ -210,7 +204,7 @@ ZEROS = {"a.weight_scale": ROWS, "a.weight_zero_point": torch.zeros(1, 2, dtype=
     ],
     ids=["cut blocks of fp8", "cut blocks", "groups of inputs in any order", "zeros that are stored as 0"],
 )
-def test_a_weight_has_the_scales_and_zeros_of_its_blocks(settings, tensors, expected, tmp_path: Path) -> None:
+def test_a_weight_has_the_scales_and_zeros_of_its_blocks(settings, tensors, expected, tmp_path):
     from safetensors.torch import save_file
 
     file = tmp_path / "model.safetensors"
@@ -219,7 +213,7 @@ def test_a_weight_has_the_scales_and_zeros_of_its_blocks(settings, tensors, expe
     assert torch.equal(weight.unpacked(), expected)
 
 
-def test_a_checkpoint_of_modelopt_may_be_described_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_a_checkpoint_of_modelopt_may_be_described_in_a_file_of_its_own(tmp_path):
     make("modelopt FP8", tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     settings = written.pop("quantization_config")

@@ -556,7 +556,7 @@ def test_embeddings_are_those_of_the_original(tmp_path, model_type):
 
 
 @torch.inference_mode()
-def test_layers_that_guess_further_tokens_and_keys_that_no_layer_uses_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_guess_further_tokens_and_keys_that_no_layer_uses_are_left_out(tmp_path):
     for model_type, names in (("glm4_moe", ["blk.2.nextn.eh_proj.weight", "blk.2.attn_q.weight"]), ("gemma4_text", ["blk.3.attn_k.weight", "blk.4.attn_v.weight"])):  # fmt: skip
         _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
         module = original(model_type, **settings)
@@ -564,7 +564,7 @@ def test_layers_that_guess_further_tokens_and_keys_that_no_layer_uses_are_left_o
         assert len(log_probabilities(file)) == len(IDS) - 1
 
 
-def test_a_file_of_apertus_without_the_parameters_of_its_activation_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_apertus_without_the_parameters_of_its_activation_is_refused(tmp_path):
     module = original("apertus", rope_parameters=LLAMA3)
     del module.model.layers[1].mlp.act_fn
     with torch.no_grad():
@@ -574,7 +574,7 @@ def test_a_file_of_apertus_without_the_parameters_of_its_activation_is_refused(t
     assert "model.layers.1.mlp.act_fn.alpha_n" in str(e.value)
 
 
-def test_a_weight_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_weight_that_the_model_does_not_have_is_refused(tmp_path):
     module = original("qwen2")
     module.model.layers[1].self_attn.o_proj = torch.nn.Linear(32, 32)
     with torch.no_grad():

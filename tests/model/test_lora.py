@@ -148,7 +148,7 @@ def needs_kernels() -> None:
         [(name, kind) for name in PACKED for kind in ("plain", "all layers", "DoRA", "PiSSA", "embeddings", "head")],
     ),
 )
-def test_packed_layers_stay_packed_beside_an_adapter(name: str, kind: str, tmp_path: Path) -> None:
+def test_packed_layers_stay_packed_beside_an_adapter(name, kind, tmp_path):
     make(name, tmp_path / "model")
     expected = generate_all(add_to(dequantized(name, tmp_path / "model"), tmp_path, **KINDS[kind]), PROMPTS, LENGTHS)
     for options in ({"compile": "off"}, {"compile": "auto"}, {"compile": "auto", "weights": "streamed"}):
@@ -162,7 +162,7 @@ def test_packed_layers_stay_packed_beside_an_adapter(name: str, kind: str, tmp_p
 
 
 @pytest.mark.usefixtures("needs_kernels")
-def test_an_adapter_with_a_bias_and_an_odd_rank_runs_beside_layers_without_a_bias(tmp_path: Path) -> None:
+def test_an_adapter_with_a_bias_and_an_odd_rank_runs_beside_layers_without_a_bias(tmp_path):
     make("awq", tmp_path / "model")
     options = {"target_modules": "all-linear", "lora_bias": True, "r": 3}
     expected = generate_all(add_to(dequantized("awq", tmp_path / "model"), tmp_path, **options), PROMPTS, LENGTHS)
@@ -176,9 +176,7 @@ def test_an_adapter_with_a_bias_and_an_odd_rank_runs_beside_layers_without_a_bia
         ("all layers", "tokens"), ("plain", "all layers", "DoRA", "head tied", "embedding", "tokens", "tokens tied")
     ),
 )
-def test_layers_of_16_bits_stay_so_beside_an_adapter(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_16_bits_stay_so_beside_an_adapter(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(packed, "SMALL", 1)  # the embedding, too
     tied, folder = kind.endswith(" tied"), tmp_path / "model"
     build("llama", tie_word_embeddings=tied).bfloat16().save_pretrained(folder)
@@ -320,7 +318,7 @@ def test_the_adapter_is_part_of_a_jobs_identity(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["all layers", "tied"])
-def test_merged_weights_can_be_streamed(kind: str, tmp_path: Path) -> None:
+def test_merged_weights_can_be_streamed(kind, tmp_path):
     write(build("llama", num_hidden_layers=4, tie_word_embeddings=kind == "tied"), tmp_path, **KINDS[kind])
     for kernels_are in ("off", "auto"):
         streamed = load(tmp_path, weights="streamed", compile=kernels_are)

@@ -44,7 +44,7 @@ def weight_of(tensors: dict[str, torch.Tensor], settings: dict[str, Any], folder
     return found.unpacked() if isinstance(found, PackedTensor) else found
 
 
-def test_settings_of_older_bitsandbytes_checkpoints_name_no_method() -> None:
+def test_settings_of_older_bitsandbytes_checkpoints_name_no_method():
     config = AutoConfig.for_model("llama")
     config.quantization_config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     check_quantization("org/name", config)
@@ -54,7 +54,7 @@ def test_settings_of_older_bitsandbytes_checkpoints_name_no_method() -> None:
 @pytest.mark.parametrize(
     ("dtype", "kind"), [("I8", "int8"), ("U8", "uint8"), ("U32", "uint32"), ("F8_E4M3", "FP8"), ("F8_E8M0", "FP8")]
 )
-def test_codes_of_a_model_that_does_not_say_how_it_is_quantized_are_refused(dtype: str, kind: str) -> None:
+def test_codes_of_a_model_that_does_not_say_how_it_is_quantized_are_refused(dtype, kind):
     config = AutoConfig.for_model("llama")
     check_stored("org/name", config, [StoredTensor("h.0.attn.bias", "U8", [1, 1, 8, 8], 64)])  # a mask
     with pytest.raises(ModelError) as e:
@@ -68,15 +68,13 @@ def test_codes_of_a_model_that_does_not_say_how_it_is_quantized_are_refused(dtyp
 @pytest.mark.parametrize("method", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
 @pytest.mark.parametrize("scale", [torch.tensor(3.0), torch.arange(64.0)[:, None]], ids=["whole", "rows"])
-def test_scales_of_float8_weights_have_several_names(
-    method: str, name: str, scale: torch.Tensor, tmp_path: Path
-) -> None:
+def test_scales_of_float8_weights_have_several_names(method, name, scale, tmp_path):
     unused = {"a.input_scale": torch.tensor(2.0), "a.k_scale": torch.tensor(5.0)}
     found = weight_of(FLOAT8 | unused | {f"a.{name}": scale}, {"quant_method": method}, tmp_path)
     assert torch.equal(found, scale.expand(64, 64))
 
 
-def test_exponents_are_the_scales_of_mxfp8(tmp_path: Path) -> None:
+def test_exponents_are_the_scales_of_mxfp8(tmp_path):
     exponents = torch.tensor([126, 129]).expand(64, 2).to(torch.uint8).contiguous()
     found = weight_of(FLOAT8 | {"a.weight_scale_inv": exponents}, {"quant_method": "mxfp8"}, tmp_path)
     assert torch.equal(found, torch.tensor([0.5, 4.0]).repeat_interleave(32).expand(64, 64))
@@ -85,9 +83,7 @@ def test_exponents_are_the_scales_of_mxfp8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("key", ["checkpoint_format", "format"])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
-def test_zeros_of_gptq_are_those_before_one_was_subtracted_from_whole_words(
-    bits: int, key: str, version: str, tmp_path: Path
-) -> None:
+def test_zeros_of_gptq_are_those_before_one_was_subtracted_from_whole_words(bits, key, version, tmp_path):
     zeros = torch.tensor([0, 1, 3, 0, 0, 2, 1, 0] * 4)
     words = (zeros.view(-1, 32 // bits) << (bits * torch.arange(32 // bits))).sum(1)
     if version == "gptq":
@@ -111,9 +107,7 @@ def test_zeros_of_gptq_are_those_before_one_was_subtracted_from_whole_words(
     ],
 )
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_formats_of_autoround_are_those_of_gptq_and_awq(
-    packing: str, same: dict[str, Any], bits: int, tmp_path: Path
-) -> None:
+def test_formats_of_autoround_are_those_of_gptq_and_awq(packing, same, bits, tmp_path):
     if same["quant_method"] == "awq":
         bits, rows, columns = 4, 64, 4
     else:
@@ -147,7 +141,7 @@ CUT = GPTQ | {
 
 
 @pytest.mark.parametrize("parts", [CUT, CUT | {"a.g_idx": GROUPS.int()}], ids=["", "g_idx"])
-def test_the_last_group_of_gptq_may_be_cut(parts: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_the_last_group_of_gptq_may_be_cut(parts, tmp_path):
     found = weight_of(parts, {"quant_method": "gptq", "bits": 4, "group_size": 64, "format": "gptq_v2"}, tmp_path)
     assert torch.equal(found, (1.0 + GROUPS).expand(8, 96))
 
@@ -165,14 +159,12 @@ def test_the_last_group_of_gptq_may_be_cut(parts: dict[str, torch.Tensor], tmp_p
         ("fp8", FLOAT8 | {"a.weight_scale": torch.ones(2)}, {}),  # of parts of a fused layer, whose sizes are not known
     ],
 )
-def test_groups_and_orders_that_are_not_known_are_refused(
-    method: str, tensors: dict[str, torch.Tensor], others: dict[str, Any], tmp_path: Path
-) -> None:
+def test_groups_and_orders_that_are_not_known_are_refused(method, tensors, others, tmp_path):
     with pytest.raises(ValueError, match=r"^a\.weight: .*(not known here|have scales for|not in the order of rows)"):
         weight_of(tensors, {"quant_method": method} | others, tmp_path)
 
 
-def test_4_bit_weights_of_bitsandbytes_may_be_stored_as_another_type(tmp_path: Path) -> None:
+def test_4_bit_weights_of_bitsandbytes_may_be_stored_as_another_type(tmp_path):
     state = {"quant_type": "nf4", "blocksize": 64, "shape": [8, 64]}
     parts = {
         "a.weight": torch.arange(256).to(torch.uint8).view(torch.bfloat16)[:, None],
@@ -243,7 +235,7 @@ def transformed(location: str) -> dict[str, Any]:
         (of_mlx_llama(mode="ternary"), "MLX in the mode 'ternary'"),
     ],
 )  # fmt: skip
-def test_settings_that_change_what_weights_mean_are_refused_by_name(settings: dict[str, Any], problem: str) -> None:
+def test_settings_that_change_what_weights_mean_are_refused_by_name(settings, problem):
     config = AutoConfig.for_model("llama")
     config.quantization_config = settings
     with pytest.raises(ModelError) as e:
@@ -259,7 +251,7 @@ def test_settings_that_change_what_weights_mean_are_refused_by_name(settings: di
     ],
     ids=["layers of 16 bits", "transforms that are in the weights"],
 )
-def test_settings_that_change_nothing_are_accepted(settings: dict[str, Any]) -> None:
+def test_settings_that_change_nothing_are_accepted(settings):
     config = AutoConfig.for_model("llama")
     config.quantization_config = settings
     check_quantization("org/name", config)
@@ -288,8 +280,8 @@ def test_settings_that_change_nothing_are_accepted(settings: dict[str, Any]) -> 
     ],
 )  # fmt: skip
 def test_a_weight_without_its_scales_and_a_tensor_without_a_meaning_are_refused_by_name(
-    method: str, tensors: dict[str, torch.Tensor], problem: str, tmp_path: Path
-) -> None:
+    method, tensors, problem, tmp_path
+):
     with pytest.raises(ModelError) as e:
         weight_of(tensors, {"quant_method": method}, tmp_path)
     assert str(e.value) == (
@@ -298,7 +290,7 @@ def test_a_weight_without_its_scales_and_a_tensor_without_a_meaning_are_refused_
     )
 
 
-def test_norms_and_convolutions_that_mlx_stores_in_another_way_are_those_of_transformers(tmp_path: Path) -> None:
+def test_norms_and_convolutions_that_mlx_stores_in_another_way_are_those_of_transformers(tmp_path):
     make("mlx hybrid", tmp_path)
     found = dict(load_folder(tmp_path, dtype="float32", compile="off").module.named_parameters())
     for name, expected in dequantized("mlx hybrid", tmp_path).named_parameters():
@@ -313,7 +305,7 @@ def test_norms_and_convolutions_that_mlx_stores_in_another_way_are_those_of_tran
         ({"a.scales": torch.full((8, 2), 128, dtype=torch.uint8)}, None),
     ],
 )
-def test_only_scales_of_mlx_that_are_bytes_need_no_biases(scales, missing: str | None, tmp_path: Path) -> None:
+def test_only_scales_of_mlx_that_are_bytes_need_no_biases(scales, missing, tmp_path):
     settings = {"quant_method": MLX, "model_type": "llama", "bits": 4, "group_size": 32}
     tensors = {"a.weight": torch.full((8, 8), 0x22222222, dtype=torch.uint32)} | scales
     if missing is None:
@@ -324,7 +316,7 @@ def test_only_scales_of_mlx_that_are_bytes_need_no_biases(scales, missing: str |
     assert e.value.message.endswith(f"does not read: a.weight (U32) has no {missing}")
 
 
-def test_names_of_a_language_model_in_a_multimodal_one_of_mlx_are_those_of_transformers(tmp_path: Path) -> None:
+def test_names_of_a_language_model_in_a_multimodal_one_of_mlx_are_those_of_transformers(tmp_path):
     words, scales = torch.zeros(3, 8, 4, dtype=torch.uint32), torch.ones(3, 8, 1).bfloat16()
     layer = "language_model.model.layers.0.mlp.switch_mlp.up_proj"
     tensors = {f"{layer}.weight": words, f"{layer}.scales": scales, f"{layer}.biases": 2 * scales}
@@ -369,9 +361,7 @@ def constant(layer: str, *shape: int) -> dict[str, torch.Tensor]:
         ("gemma4", "experts.switch_glu", [0, 1, 2, 0, 1, 2]),
     ],
 )
-def test_projections_before_the_activation_become_one_as_the_family_has_it(
-    model_type: str, mixture: str, rows: list[int], tmp_path: Path
-) -> None:
+def test_projections_before_the_activation_become_one_as_the_family_has_it(model_type, mixture, rows, tmp_path):
     layer = f"model.layers.0.{mixture}"
     tensors = constant(f"{layer}.gate_proj", 2, 3, 32) | constant(f"{layer}.up_proj", 2, 3, 32)
     tensors |= constant(f"{layer}.down_proj", 2, 4, 32) | {f"{layer}.down_proj.bias": torch.ones(2, 4)}
@@ -401,9 +391,7 @@ def test_projections_before_the_activation_become_one_as_the_family_has_it(
         ("jamba", "feed_forward", ("gate_proj", "down_proj"), ("gate_proj", "down_proj")),
     ],
 )
-def test_parts_of_experts_have_the_names_of_their_family(
-    model_type: str, layer: str, parts: tuple[str, ...], others: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_parts_of_experts_have_the_names_of_their_family(model_type, layer, parts, others, tmp_path):
     layer = f"model.layers.0.{layer}"
     tensors = {f"{layer}.switch_mlp.{part}.weight": torch.full((2, 4, 8), i) for i, part in enumerate(parts)}
     tensors |= {f"{layer}.{part}.weight": torch.full((4, 8), i) for i, part in enumerate(parts)}  # without experts
@@ -413,7 +401,7 @@ def test_parts_of_experts_have_the_names_of_their_family(
     assert {name: int(weight[0, 0]) for name, weight in found.items()} == expected
 
 
-def test_gates_of_granite_become_one_with_the_up_projections_with_experts_and_without(tmp_path: Path) -> None:
+def test_gates_of_granite_become_one_with_the_up_projections_with_experts_and_without(tmp_path):
     experts, dense = "model.layers.0.block_sparse_moe.switch_mlp", "model.layers.1.mlp"
     tensors = {}
     for part in ("gate_proj", "up_proj", "down_proj"):
@@ -430,7 +418,7 @@ def test_gates_of_granite_become_one_with_the_up_projections_with_experts_and_wi
     }
 
 
-def test_settings_of_apertus_activation_have_their_dimension_again(tmp_path: Path) -> None:
+def test_settings_of_apertus_activation_have_their_dimension_again(tmp_path):
     activation = "model.layers.0.mlp.act_fn"
     tensors = {f"{activation}.{name}": torch.tensor(0.5) for name in ("alpha_p", "alpha_n", "beta")}
     found = of_mlx("apertus", tensors, tmp_path)
@@ -441,7 +429,7 @@ def test_settings_of_apertus_activation_have_their_dimension_again(tmp_path: Pat
     }
 
 
-def test_the_two_projections_for_keys_and_values_of_each_head_become_one(tmp_path: Path) -> None:
+def test_the_two_projections_for_keys_and_values_of_each_head_become_one(tmp_path):
     keys, values = torch.randn(2, 3, 4), torch.randn(2, 5, 3)  # of two heads, and of rank 3
     layer = "model.layers.0.self_attn"
     tensors = {f"{layer}.embed_q.weight": keys, f"{layer}.unembed_out.weight": values}
@@ -453,9 +441,7 @@ def test_the_two_projections_for_keys_and_values_of_each_head_become_one(tmp_pat
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_multipliers_of_falcon_h1_are_applied_once_whether_mlx_puts_them_into_weights_or_not(
-    tied: bool, tmp_path: Path
-) -> None:
+def test_the_multipliers_of_falcon_h1_are_applied_once_whether_mlx_puts_them_into_weights_or_not(tied, tmp_path):
     multipliers = {
         "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.8, "mlp_multipliers": [0.9, 0.6],
         "ssm_out_multiplier": 0.7,
@@ -466,7 +452,7 @@ def test_the_multipliers_of_falcon_h1_are_applied_once_whether_mlx_puts_them_int
     check_equal_to_generate(load_folder(tmp_path, dtype="float32"), [prompt], [8], [expect(model, prompt, 8)])
 
 
-def test_gemma_3n_of_mlx_without_its_encoders_is_the_model_of_its_text(tmp_path: Path) -> None:
+def test_gemma_3n_of_mlx_without_its_encoders_is_the_model_of_its_text(tmp_path):
     model = build("gemma3n_text")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -480,13 +466,13 @@ def test_gemma_3n_of_mlx_without_its_encoders_is_the_model_of_its_text(tmp_path:
     check_equal_to_generate(load_folder(tmp_path, dtype="float32"), [prompt], [8], [expect(model, prompt, 8)])
 
 
-def test_a_model_of_text_that_mlx_has_wrapped_has_its_own_names(tmp_path: Path) -> None:
+def test_a_model_of_text_that_mlx_has_wrapped_has_its_own_names(tmp_path):
     tensors = {"language_model.model.norm.weight": torch.ones(2), "language_model.lm_head.weight": torch.ones(2, 2)}
     assert of_mlx("llama", tensors, tmp_path).keys() == {"model.norm.weight", "lm_head.weight"}
 
 
 @pytest.mark.parametrize("name", slow_but(["qwen2_vl"], ["qwen2_vl", "mistral3", "smolvlm"]))
-def test_the_encoder_of_a_multimodal_model_of_mlx_is_the_original(name: str, tmp_path: Path) -> None:
+def test_the_encoder_of_a_multimodal_model_of_mlx_is_the_original(name, tmp_path):
     exact = make_multimodal_of_mlx(make_seeing(name, tmp_path).model, tmp_path)
     config = ModelConfig(model=str(tmp_path))
     tokenizer = load_tokenizer(config)
@@ -501,7 +487,7 @@ def test_the_encoder_of_a_multimodal_model_of_mlx_is_the_original(name: str, tmp
     assert not exact
 
 
-def test_the_encoder_of_a_packed_checkpoint_needs_no_package_of_its_maker(tmp_path: Path) -> None:
+def test_the_encoder_of_a_packed_checkpoint_needs_no_package_of_its_maker(tmp_path):
     make("awq", tmp_path, make_seeing("qwen2_vl", tmp_path).model.bfloat16())
     config = ModelConfig(model=str(tmp_path))
     encoder = dict(load_encoder(config, load_tokenizer(config), torch.float32).named_parameters())
@@ -511,7 +497,7 @@ def test_the_encoder_of_a_packed_checkpoint_needs_no_package_of_its_maker(tmp_pa
         assert torch.equal(weight, exact[name.removeprefix("model.")].float()), name
 
 
-def test_a_multimodal_model_of_mlx_is_shown_images_if_its_type_has_been_compared_and_its_encoder_is_there() -> None:
+def test_a_multimodal_model_of_mlx_is_shown_images_if_its_type_has_been_compared_and_its_encoder_is_there():
     config = AutoConfig.for_model("gemma3")
     config.quantization_config = {"quant_method": MLX, "model_type": "gemma3", "bits": 4, "group_size": 64}
     assert unshown(config) is None
@@ -523,9 +509,7 @@ def test_a_multimodal_model_of_mlx_is_shown_images_if_its_type_has_been_compared
 
 
 @pytest.mark.parametrize(("stored", "lacks"), [("vision_tower.blocks.0.norm1.weight", False), ("lm_head.weight", True)])
-def test_whether_a_checkpoint_of_mlx_has_an_encoder_is_known_from_its_index(
-    stored: str, lacks: bool, tmp_path: Path
-) -> None:
+def test_whether_a_checkpoint_of_mlx_has_an_encoder_is_known_from_its_index(stored, lacks, tmp_path):
     config = AutoConfig.for_model("gemma3").to_dict() | {"quantization": {"bits": 4, "group_size": 64}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {stored: "model.safetensors"}}))
@@ -533,7 +517,7 @@ def test_whether_a_checkpoint_of_mlx_has_an_encoder_is_known_from_its_index(
     assert (found["is_multimodal"], found["lacks_encoder"]) == (True, lacks)
 
 
-def test_an_empty_vision_config_which_mlx_gives_to_every_model_does_not_make_it_multimodal(tmp_path: Path) -> None:
+def test_an_empty_vision_config_which_mlx_gives_to_every_model_does_not_make_it_multimodal(tmp_path):
     config = AutoConfig.for_model("llama").to_dict() | {"vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": {"bits": 4, "group_size": 64}}))
     found = load_config(ModelConfig(model=str(tmp_path)))

@@ -68,9 +68,7 @@ QUICK = zip(KINDS, cycle(("float32", "bfloat16")), cycle(("auto", "auto", "off",
 @pytest.mark.parametrize(
     ("name", "dtype", "compile"), slow_but(QUICK, product(KINDS, ("float32", "bfloat16"), ("auto", "off")))
 )
-def test_every_logit_is_that_of_weights_in_memory_to_the_last_bit(
-    name: str, dtype: str, compile: str, tmp_path: Path
-) -> None:
+def test_every_logit_is_that_of_weights_in_memory_to_the_last_bit(name, dtype, compile, tmp_path):
     folder = saved(name, tmp_path)
     model = load_folder(folder, weights="streamed", dtype=dtype, compile=compile)
     layers = decoder_layers(model.module)
@@ -88,15 +86,13 @@ def test_every_logit_is_that_of_weights_in_memory_to_the_last_bit(
 
 
 @pytest.mark.parametrize(("dtype", "own"), [("bfloat16", True), ("float32", False)])
-def test_weights_that_need_no_other_form_stay_in_the_models_files(
-    dtype: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_need_no_other_form_stay_in_the_models_files(dtype, own, tmp_path, monkeypatch):
     build("llama").bfloat16().save_pretrained(tmp_path)
     model = load_folder(tmp_path, weights="streamed", dtype=dtype, compile="off")
     assert model.notes[0].endswith("from the model's own files") == own
 
 
-def test_layers_for_which_there_is_room_stay_in_memory(tmp_path: Path) -> None:
+def test_layers_for_which_there_is_room_stay_in_memory(tmp_path):
     folder = saved("llama", tmp_path)
     whole = sum(p.nbytes for p in load_folder(folder, compile="off").module.parameters())
     for size, streamed in ((whole - 1, 4), (whole, 0)):  # of five layers, three are in memory at once
@@ -105,7 +101,7 @@ def test_layers_for_which_there_is_room_stay_in_memory(tmp_path: Path) -> None:
     assert model.notes == ("all weights stay in memory: there is room for them",)
 
 
-def test_a_small_step_reads_only_the_experts_that_it_needs(tmp_path: Path) -> None:
+def test_a_small_step_reads_only_the_experts_that_it_needs(tmp_path):
     if kernels() is None:
         pytest.skip("without kernels all experts are read")
     build("qwen3_moe", num_experts=16, num_local_experts=16, moe_intermediate_size=64).bfloat16().save_pretrained(
@@ -126,7 +122,7 @@ def test_a_small_step_reads_only_the_experts_that_it_needs(tmp_path: Path) -> No
     assert rest < steps[2] - steps[1] <= rest + len(experts) * 2 * one
 
 
-def test_weights_in_files_are_not_the_memory_of_the_process_and_leave_no_file(tmp_path: Path) -> None:
+def test_weights_in_files_are_not_the_memory_of_the_process_and_leave_no_file(tmp_path):
     x = torch.ones(8 << 20)
     before = memory_bytes()
     with pieces_in(FilePieces(tmp_path)):
@@ -142,7 +138,7 @@ def test_weights_in_files_are_not_the_memory_of_the_process_and_leave_no_file(tm
     assert Pages([x], mapped_files()).nbytes == 0
 
 
-def test_a_full_disk_is_an_error_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_with_a_way_out(tmp_path, monkeypatch):
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -153,9 +149,7 @@ def test_a_full_disk_is_an_error_with_a_way_out(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("lora", [None, "an adapter"])
-def test_a_disk_without_room_for_the_files_is_told_before_they_are_made(
-    lora: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_for_the_files_is_told_before_they_are_made(lora, tmp_path, monkeypatch):
     folder = saved("llama", tmp_path)
     config, settings = ModelConfig(model=str(folder), weights="streamed", lora=lora), AutoConfig.from_pretrained(folder)
     sizes = sizes_of(config, settings, 4)
@@ -191,7 +185,7 @@ SIZES = WeightSizes(
         ({"lora": "adapter"}, 122, True),  # no room for the adapter
     ],
 )
-def test_weights_are_streamed_when_they_do_not_fit(options: dict[str, str], free: int, expected: bool | str) -> None:
+def test_weights_are_streamed_when_they_do_not_fit(options, free, expected):
     config = ModelConfig(model="m", **options)  # type: ignore[arg-type]
     if isinstance(expected, str):
         with pytest.raises(ModelError, match=expected):
@@ -201,14 +195,12 @@ def test_weights_are_streamed_when_they_do_not_fit(options: dict[str, str], free
 
 
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
-def test_an_adapter_that_can_only_be_merged_is_counted_with_plain_weights(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_adapter_that_can_only_be_merged_is_counted_with_plain_weights(settings, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     assert adapter_bytes(ModelConfig(model="m", lora=str(tmp_path)), SIZES) == SIZES.plain
 
 
-def test_weights_are_not_streamed_over_several_devices(tiny_model_dir: Path) -> None:
+def test_weights_are_not_streamed_over_several_devices(tiny_model_dir):
     with pytest.raises(ModelError, match="only on a CPU so far"):
         load_folder(tiny_model_dir, weights="streamed", device_map="auto", device="auto")
 
@@ -247,9 +239,7 @@ _W4A16: dict[str, Any] = {"quant_method": "compressed-tensors"}
         ("avx2", {"quant_method": "gguf"}, ("weight", "Q4_0", [640, 64]), False),
     ],
 )
-def test_int8_counts_codes_of_4_bits_that_it_multiplies_as_they_are(
-    instructions: str, settings: dict[str, Any], tensor: Any, stays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int8_counts_codes_of_4_bits_that_it_multiplies_as_they_are(instructions, settings, tensor, stays, monkeypatch):
     monkeypatch.setattr(isa, "instruction_set", lambda: instructions)
     name, dtype, shape = tensor
     table = StoredTensor("embed.weight", "BF16", [100, 64], 12800)
@@ -264,7 +254,7 @@ def test_int8_counts_codes_of_4_bits_that_it_multiplies_as_they_are(
 
 @pytest.mark.parametrize("name", ["llama", "awq", "gptq", "mxfp4", "fp8 experts", "bitsandbytes int8"])
 @pytest.mark.usefixtures("compiled")
-def test_sizes_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
+def test_sizes_are_those_of_the_loaded_model(name, tmp_path):
     folder = saved(name, tmp_path)
     model = load_folder(folder, dtype="float32" if name == "llama" else "bfloat16", weights="resident")
     itemsize = 4 if name == "llama" else 2
@@ -273,7 +263,7 @@ def test_sizes_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     assert 0.75 < sizes.kept / (model.weight_bytes - tables) < 1.1  # tiny panels are filled up
 
 
-def test_a_limit_of_the_cgroup_is_a_limit_of_the_free_memory(tmp_path: Path) -> None:
+def test_a_limit_of_the_cgroup_is_a_limit_of_the_free_memory(tmp_path):
     def write(name: str, text: str) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -294,9 +284,7 @@ def test_a_limit_of_the_cgroup_is_a_limit_of_the_free_memory(tmp_path: Path) -> 
     assert free_host_memory(tmp_path) == 31000
 
 
-def test_a_limit_of_the_address_space_is_a_limit_of_the_free_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_of_the_address_space_is_a_limit_of_the_free_memory(tmp_path, monkeypatch):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemAvailable: 800000 kB\n")
     (tmp_path / "proc/self/statm").write_text("1000 500 200 1 0 300 0\n")  # in pages
@@ -321,5 +309,5 @@ assert memory_bytes_peak() >= most
 """
 
 
-def test_the_peak_of_the_memory_is_known_after_it() -> None:
+def test_the_peak_of_the_memory_is_known_after_it():
     run_python(PEAK, check=True)

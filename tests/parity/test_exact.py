@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,7 +202,7 @@ ROWS = 8 if FULL else 6
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", slow_but(["llama tied", "llama adapted", "qwen3_5_text", "jamba", "dbrx"], MODELS))
-def test_a_row_of_a_job_equals_the_same_row_run_alone(name: str, dtype: torch.dtype) -> None:
+def test_a_row_of_a_job_equals_the_same_row_run_alone(name, dtype):
     check(model(name.removesuffix(" tied"), dtype, name.endswith("tied")), 1, ROWS, 60)
 
 
@@ -213,7 +212,7 @@ CODES = "olmo_hybrid, gates in codes"
 @pytest.mark.parametrize(
     "name", slow_but(["laguna", CODES], ["laguna", CODES, "olmo_hybrid", "llama4_text", "qwen3_5_text", "hy_v4"])
 )
-def test_a_row_of_a_job_in_8_bits_equals_the_same_row_run_alone(name: str, tmp_path: Path) -> None:
+def test_a_row_of_a_job_in_8_bits_equals_the_same_row_run_alone(name, tmp_path):
     if name == CODES:
         make(
             "gptq in order", tmp_path, build("olmo_hybrid", linear_num_key_heads=8, linear_num_value_heads=8).bfloat16()
@@ -227,7 +226,7 @@ def test_a_row_of_a_job_in_8_bits_equals_the_same_row_run_alone(name: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 152))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_of_a_random_job_equals_the_same_row_run_alone(seed: int, dtype: torch.dtype) -> None:
+def test_a_row_of_a_random_job_equals_the_same_row_run_alone(seed, dtype):
     rng = random.Random(seed)
     name = rng.choice(MODELS)
     bare = name.removesuffix(" tied")
@@ -237,7 +236,7 @@ def test_a_row_of_a_random_job_equals_the_same_row_run_alone(seed: int, dtype: t
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_sums_of_a_row_depend_neither_on_threads_nor_on_other_rows(rows: int) -> None:
+def test_sums_of_a_row_depend_neither_on_threads_nor_on_other_rows(rows):
     x = torch.randn((5, 150_001), generator=torch.Generator().manual_seed(0)) * 3
     torch.set_num_threads(1)
     weights = x.exp()

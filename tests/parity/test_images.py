@@ -158,7 +158,7 @@ QUICK = [("gemma3", mode) for mode in MODES if mode != "in slices"] + [
 @pytest.mark.parametrize(
     ("sees", "mode"), slow_but(QUICK, product(sorted(FAMILIES), MODES)), indirect=["sees"], scope="module"
 )
-def test_rows_with_images_write_what_generate_writes(sees: Sees, mode: str) -> None:
+def test_rows_with_images_write_what_generate_writes(sees, mode):
     expected = sees.expected()
     requests = sees.build(CONVERSATIONS)
     assert [len(request.tokens) for request in requests] == [len(prompt) for prompt, _ in expected]
@@ -180,7 +180,7 @@ def test_rows_with_images_write_what_generate_writes(sees: Sees, mode: str) -> N
     indirect=["sees"],
     scope="module",
 )
-def test_log_probabilities_of_a_row_with_images_are_the_same_alone_and_in_every_job(sees: Sees, dtype: str) -> None:
+def test_log_probabilities_of_a_row_with_images_are_the_same_alone_and_in_every_job(sees, dtype):
     other = copy(sees)
     other.model = load_model(ModelConfig(model=str(sees.folder), device="cpu", dtype=dtype), sees.tokenizer)
     some = CONVERSATIONS if FULL else CONVERSATIONS[1:3] + CONVERSATIONS[6:]
@@ -197,7 +197,7 @@ def test_log_probabilities_of_a_row_with_images_are_the_same_alone_and_in_every_
 @pytest.mark.parametrize(
     "sees", slow_but(["gemma4/whole"], ["gemma3", "gemma4/whole", "qwen2_5_vl", "qwen3_vl"]), indirect=True
 )
-def test_plain_torch_writes_the_same(sees: Sees) -> None:
+def test_plain_torch_writes_the_same(sees):
     model = load_model(
         ModelConfig(model=str(sees.folder), device="cpu", dtype="float32", compile="off"), sees.tokenizer
     )
@@ -207,7 +207,7 @@ def test_plain_torch_writes_the_same(sees: Sees) -> None:
 
 
 @pytest.mark.parametrize("sees", slow_but(["qwen2_5_vl"], sorted(FAMILIES)), indirect=True)
-def test_labels_and_forks_begin_after_the_same_image(sees: Sees) -> None:
+def test_labels_and_forks_begin_after_the_same_image(sees):
     labels = ("a cat", "a dog", "no idea")
     (request,) = sees.build(CONVERSATIONS[3:4], choices=labels, ignore_eos=False)
     engine = sees.engine()
@@ -241,7 +241,7 @@ GOT = (
 
 
 @pytest.mark.parametrize("sees", slow_but([], ["got_ocr2"]), indirect=True)
-def test_a_template_writes_the_prompt_that_the_processor_of_got_ocr_writes(sees: Sees) -> None:
+def test_a_template_writes_the_prompt_that_the_processor_of_got_ocr_writes(sees):
     config = PromptConfig(template=GOT, image_column=("page",), chat=False)
     builder = PromptBuilder(sees.tokenizer, config, SamplingParams(max_tokens=1))
     (built,) = builder.build([Row(0, {"page": f"{sees.folder}/1.png"}, None, "")])
@@ -255,7 +255,7 @@ def test_a_template_writes_the_prompt_that_the_processor_of_got_ocr_writes(sees:
 @pytest.mark.parametrize(
     ("sees", "mark"), slow_but([], [("ovis2", "<IMG_COL>"), ("minicpmv4_7", "<image>")]), indirect=["sees"]
 )
-def test_text_with_a_mark_of_images_fails_its_row(sees: Sees, mark: str) -> None:
+def test_text_with_a_mark_of_images_fails_its_row(sees, mark):
     rows = [
         Row(i, {"messages": with_files(messages, sees.folder)}, None, "")
         for i, messages in enumerate([user(image(0), text(f"What is {mark}?")), user(image(0), text("What is this?"))])
@@ -270,7 +270,7 @@ def test_text_with_a_mark_of_images_fails_its_row(sees: Sees, mark: str) -> None
 
 
 @pytest.mark.parametrize("sees", slow_but([], ["minicpm_ocr"]), indirect=True)
-def test_an_image_whose_number_of_tokens_depends_on_its_contents_fails_its_row(sees: Sees, tmp_path: Path) -> None:
+def test_an_image_whose_number_of_tokens_depends_on_its_contents_fails_its_row(sees, tmp_path):
     shutil.copytree(sees.folder, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"small_image_upsize": "adaptive"}))
@@ -281,7 +281,7 @@ def test_an_image_whose_number_of_tokens_depends_on_its_contents_fails_its_row(s
 
 
 @pytest.mark.parametrize("sees", slow_but([], ["minicpmv4_7"]), indirect=True)
-def test_an_image_among_marks_that_the_configuration_does_not_name_fails_its_row(sees: Sees) -> None:
+def test_an_image_among_marks_that_the_configuration_does_not_name_fails_its_row(sees):
     config = deepcopy(sees.tokenizer.hf_config)
     config.newline_id = None
     processor = ImageProcessor(ModelConfig(model=str(sees.folder)), replace(sees.tokenizer, hf_config=config))
@@ -301,7 +301,7 @@ LINES: list[list[list[int] | int]] = [
 
 
 @pytest.mark.parametrize("sees", slow_but([], ["minicpmv4_7", "minicpmv4_7/4x"]), indirect=True)
-def test_positions_on_a_canvas_are_those_of_the_model(sees: Sees) -> None:
+def test_positions_on_a_canvas_are_those_of_the_model(sees):
     """Those of the tokens so far do not depend on what follows, and generated tokens come after the canvas."""
     config = sees.tokenizer.hf_config
     processor = ImageProcessor(ModelConfig(model=str(sees.folder)), sees.tokenizer)
@@ -335,7 +335,7 @@ def test_positions_on_a_canvas_are_those_of_the_model(sees: Sees) -> None:
 
 
 @QWEN
-def test_text_rows_do_not_load_the_encoder(sees: Sees) -> None:
+def test_text_rows_do_not_load_the_encoder(sees):
     config = ModelConfig(model=str(sees.folder), device="cpu", dtype="float32")
     model = load_model(config, sees.tokenizer)
     engine = Engine(model, sees.tokenizer, EngineConfig(kv_memory="64MiB"))
@@ -349,7 +349,7 @@ def test_text_rows_do_not_load_the_encoder(sees: Sees) -> None:
 
 @QWEN
 @pytest.mark.parametrize("limit", slow_but(["FEATURE_SHARE"], ["FEATURE_BYTES", "FEATURE_SHARE"]))
-def test_features_beyond_the_limit_are_encoded_again(sees: Sees, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_beyond_the_limit_are_encoded_again(sees, limit, monkeypatch):
     monkeypatch.setattr(f"batchgen.model.vision.{limit}", 0)
     requests = sees.build(CONVERSATIONS)
     prefixes = {
@@ -369,7 +369,7 @@ def keep_count(counts: list[int], vision: Any) -> None:
 
 
 @QWEN
-def test_features_are_dropped_when_the_last_prefix_that_needs_them_has_run(sees: Sees) -> None:
+def test_features_are_dropped_when_the_last_prefix_that_needs_them_has_run(sees):
     """Of ten pictures with a question each, one at a time, the features of one are kept; of two questions that begin otherwise, those of all."""
     numbers = range(10, 20)
     for number in numbers:
@@ -388,7 +388,7 @@ def test_features_are_dropped_when_the_last_prefix_that_needs_them_has_run(sees:
 
 
 @QWEN
-def test_images_of_resident_nodes_are_not_prepared_again(sees: Sees, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_resident_nodes_are_not_prepared_again(sees, monkeypatch):
     engine = sees.engine()
     first, second, third, other = sees.build([*CONVERSATIONS[1:3], user(image(0), text("How many?")), CONVERSATIONS[3]])
     run(engine, [first, second])
@@ -403,7 +403,7 @@ def test_images_of_resident_nodes_are_not_prepared_again(sees: Sees, monkeypatch
 
 
 @QWEN
-def test_a_limit_of_pixels_is_that_of_the_processor(sees: Sees) -> None:
+def test_a_limit_of_pixels_is_that_of_the_processor(sees):
     """Pictures 1 to 3 have more pixels than the limit, picture 0 has fewer."""
     limited = copy(sees)
     config = ModelConfig(model=str(sees.folder), device="cpu", dtype="float32", image_max_pixels=28 * 28 * 5)
@@ -423,7 +423,7 @@ def test_a_limit_of_pixels_is_that_of_the_processor(sees: Sees) -> None:
 
 
 @QWEN
-def test_a_processor_class_that_transformers_does_not_know_is_that_of_the_type(sees: Sees, tmp_path: Path) -> None:
+def test_a_processor_class_that_transformers_does_not_know_is_that_of_the_type(sees, tmp_path):
     """As in `AutoProcessor`. Checkpoints that came with code of their own name it."""
     shutil.copytree(sees.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "QwenOfTheirOwn"}))
@@ -434,9 +434,7 @@ def test_a_processor_class_that_transformers_does_not_know_is_that_of_the_type(s
 
 
 @pytest.mark.parametrize("sees", ["gemma3"], indirect=True)
-def test_an_image_longer_than_the_sliding_window_that_its_tokens_see_beyond_is_refused(
-    sees: Sees, tmp_path: Path
-) -> None:
+def test_an_image_longer_than_the_sliding_window_that_its_tokens_see_beyond_is_refused(sees, tmp_path):
     config = json.loads((sees.folder / "config.json").read_text())
     folder = shutil.copytree(sees.folder, tmp_path / "model")
     config["text_config"]["sliding_window"] = 12
@@ -450,12 +448,12 @@ def test_an_image_longer_than_the_sliding_window_that_its_tokens_see_beyond_is_r
     assert re.search(why, str(failed.error_message))
 
 
-def test_every_family_that_is_shown_images_is_compared_with_generate() -> None:
+def test_every_family_that_is_shown_images_is_compared_with_generate():
     assert SHOWN.keys() == {name.partition("/")[0] for name in FAMILIES}
 
 
 @pytest.mark.parametrize("sees", slow_but([], ["ernie4_5_vl_moe"]), indirect=True)
-def test_generated_marks_of_images_go_to_the_experts_for_text(sees: Sees, tmp_path: Path) -> None:
+def test_generated_marks_of_images_go_to_the_experts_for_text(sees, tmp_path):
     mark, often = ID["<|vision_start|>"], copy(sees)
     copytree(sees.folder, tmp_path, dirs_exist_ok=True)
     head = sees.reference.model.lm_head.weight.data
@@ -474,7 +472,7 @@ def test_generated_marks_of_images_go_to_the_experts_for_text(sees: Sees, tmp_pa
 
 
 @pytest.mark.parametrize("sees", slow_but(["paligemma"], ["paligemma", "paligemma/2"]), indirect=True)
-def test_prompts_whose_tokens_all_see_one_another_share_only_with_equal_ones(sees: Sees) -> None:
+def test_prompts_whose_tokens_all_see_one_another_share_only_with_equal_ones(sees):
     """Their images are encoded once all the same."""
     asked = [user(image(n), text(question)) for n in (0, 1) for question in ("What is this?", "What is that?")] * 2
     requests = sees.build(asked)

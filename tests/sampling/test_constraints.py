@@ -172,7 +172,7 @@ def text_of(tokenizer: Any, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_every_completion_that_ends_with_stop_matches_its_regex(tokenizer: Any, sampled: bool) -> None:
+def test_every_completion_that_ends_with_stop_matches_its_regex(tokenizer, sampled):
     constraints = constraints_of(tokenizer)
     rows = [regex(pattern) for pattern in REGEXES] * 4
     ended = 0
@@ -184,13 +184,13 @@ def test_every_completion_that_ends_with_stop_matches_its_regex(tokenizer: Any, 
     assert ended >= 20
 
 
-def test_the_bytes_of_the_tokens_of_a_text_are_its_bytes(tokenizer: Any) -> None:
+def test_the_bytes_of_the_tokens_of_a_text_are_its_bytes(tokenizer):
     text = "".join(map(chr, range(0x800))) + "東🎈"
     pieces = token_bytes(tokenizer, len(tokenizer))
     assert b"".join(pieces[i] for i in tokenizer.encode(text, add_special_tokens=False)) == text.encode()
 
 
-def test_the_mask_of_a_row_does_not_depend_on_the_batch(byte_level: Any) -> None:
+def test_the_mask_of_a_row_does_not_depend_on_the_batch(byte_level):
     size = len(byte_level)
     rows = [regex("[a-c]+x"), SamplingParams(), schema(SCHEMA), regex("yes|no"), SamplingParams(), regex("[a-c]+x")]
     constraints = constraints_of(byte_level)
@@ -209,7 +209,7 @@ def test_the_mask_of_a_row_does_not_depend_on_the_batch(byte_level: Any) -> None
         assert set(np.flatnonzero(rows_of_bits[at])) == allowed(alone, 7, size)
 
 
-def test_masks_started_for_one_batch_are_not_used_for_another(byte_level: Any) -> None:
+def test_masks_started_for_one_batch_are_not_used_for_another(byte_level):
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     constraints = constraints_of(byte_level)
     constraints.add(0, regex("a"))
@@ -222,9 +222,7 @@ def test_masks_started_for_one_batch_are_not_used_for_another(byte_level: Any) -
     assert allowed(constraints, 0, size) == {id_of("c")}
 
 
-def test_a_token_waits_until_the_other_thread_has_done_with_its_grammar(
-    byte_level: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_waits_until_the_other_thread_has_done_with_its_grammar(byte_level, monkeypatch):
     order: list[str] = []
 
     def slowly(vocabulary: Vocabulary, *arguments: Any) -> None:
@@ -239,9 +237,7 @@ def test_a_token_waits_until_the_other_thread_has_done_with_its_grammar(
     assert order == ["masks"]
 
 
-def test_masks_that_fail_fail_the_step_that_asks_for_them_and_nothing_later(
-    byte_level: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_that_fail_fail_the_step_that_asks_for_them_and_nothing_later(byte_level, monkeypatch):
     def fail(*_: Any) -> None:
         raise MemoryError
 
@@ -257,7 +253,7 @@ def test_masks_that_fail_fail_the_step_that_asks_for_them_and_nothing_later(
     assert constraints.mask([0]) is not None
 
 
-def test_the_masks_behind_drafts_are_those_behind_their_tokens(byte_level: Any) -> None:
+def test_the_masks_behind_drafts_are_those_behind_their_tokens(byte_level):
     size, (a, b, c) = len(byte_level), byte_level.convert_tokens_to_ids(["a", "b", "c"])
     constraints = constraints_of(byte_level)
     constraints.add(0, regex("ab[cd]"))
@@ -303,7 +299,7 @@ def write(constraints: Constraints, params: SamplingParams, tokens: Sequence[int
 
 
 @pytest.mark.parametrize("space", [" ", ""])
-def test_text_is_forced_across_the_spaces_that_the_model_writes(tokenizer: Any, space: str) -> None:
+def test_text_is_forced_across_the_spaces_that_the_model_writes(tokenizer, space):
     def tokens(text: str) -> list[int]:
         return tokenizer.encode(text.replace(" ", space), add_special_tokens=False)
 
@@ -317,7 +313,7 @@ def test_text_is_forced_across_the_spaces_that_the_model_writes(tokenizer: Any, 
     assert guessed(constraints, tokenizer, params, tokens('{"name": "Ann",')) == b' "city": "'
 
 
-def test_forced_text_is_spelled_as_the_model_has_spelled_it_and_its_ends_too(byte_level: Any) -> None:
+def test_forced_text_is_spelled_as_the_model_has_spelled_it_and_its_ends_too(byte_level):
     def spelled(*words: str) -> list[int]:
         return [token for word in words for token in byte_level.encode(word, add_special_tokens=False)]
 
@@ -329,7 +325,7 @@ def test_forced_text_is_spelled_as_the_model_has_spelled_it_and_its_ends_too(byt
         assert constraints.forced(begun) == key[begun:]
 
 
-def test_a_tokenizer_that_puts_a_space_before_texts_does_not_spell_forced_text_with_it() -> None:
+def test_a_tokenizer_that_puts_a_space_before_texts_does_not_spell_forced_text_with_it():
     from tokenizers import normalizers
 
     tokenizer = byte_fallback_tokenizer()
@@ -339,7 +335,7 @@ def test_a_tokenizer_that_puts_a_space_before_texts_does_not_spell_forced_text_w
     assert guessed(constraints_of(tokenizer), tokenizer, regex("yes(a|b)"), []) == b"yes"
 
 
-def test_end_tokens_may_follow_a_complete_text_and_special_tokens_never(byte_level: Any) -> None:
+def test_end_tokens_may_follow_a_complete_text_and_special_tokens_never(byte_level):
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     eos, end, own = id_of("<eos>"), id_of("<|end|>"), id_of("x")
     constraints = Constraints(byte_level, size, (eos, end, 10_000))
@@ -353,7 +349,7 @@ def test_end_tokens_may_follow_a_complete_text_and_special_tokens_never(byte_lev
     assert allowed(constraints, 1, size) & special == {eos, end}
 
 
-def test_a_text_that_nothing_may_follow_is_complete_without_an_end_token(byte_level: Any) -> None:
+def test_a_text_that_nothing_may_follow_is_complete_without_an_end_token(byte_level):
     id_of = byte_level.convert_tokens_to_ids
     constraints = Constraints(byte_level, len(byte_level), ())
     constraints.add(0, regex("ab?"))
@@ -365,7 +361,7 @@ def test_a_text_that_nothing_may_follow_is_complete_without_an_end_token(byte_le
 
 
 @pytest.mark.parametrize("size", [300, 320, 417, 1000])
-def test_logits_may_be_narrower_or_wider_than_the_tokenizer(byte_level: Any, size: int) -> None:
+def test_logits_may_be_narrower_or_wider_than_the_tokenizer(byte_level, size):
     constraints = Constraints(byte_level, size, (byte_level.eos_token_id,))
     constraints.add(0, regex("(?s:.)*"))
     mask = constraints.mask([0])
@@ -376,7 +372,7 @@ def test_logits_may_be_narrower_or_wider_than_the_tokenizer(byte_level: Any, siz
     assert (byte_level.eos_token_id in may) == (byte_level.eos_token_id < size)
 
 
-def test_a_grammar_that_cannot_be_used_fails_only_its_row(byte_level: Any) -> None:
+def test_a_grammar_that_cannot_be_used_fails_only_its_row(byte_level):
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     constraints = constraints_of(byte_level)
     constraints.add(0, regex("(a"))
@@ -391,7 +387,7 @@ def test_a_grammar_that_cannot_be_used_fails_only_its_row(byte_level: Any) -> No
     assert constraints.accept(1, id_of("a")) is True
 
 
-def test_a_dead_end_fails_only_its_row(byte_level: Any) -> None:
+def test_a_dead_end_fails_only_its_row(byte_level):
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     constraints = Constraints(byte_level, size, (byte_level.eos_token_id, id_of("q")))
     for name, pattern in enumerate(("aq", "ab")):  # q ends a text, so it cannot be inside one
@@ -405,9 +401,7 @@ def test_a_dead_end_fails_only_its_row(byte_level: Any) -> None:
     assert constraints.accept(1, id_of("b")) is True
 
 
-def test_a_row_gets_a_lexer_of_its_own_when_the_shared_one_reaches_its_limit(
-    byte_level: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_gets_a_lexer_of_its_own_when_the_shared_one_reaches_its_limit(byte_level, monkeypatch):
     from llguidance import LLMatcher, LLParserLimits
 
     def matcher(self: Vocabulary, text: str) -> LLMatcher:
@@ -479,9 +473,7 @@ def schemas() -> st.SearchStrategy[Any]:
     rows=st.lists(st.one_of(patterns().map(regex), schemas().map(schema)), min_size=1, max_size=4),
     seed=st.integers(0, 2**31),
 )
-def test_a_completion_matches_any_regex_and_is_valid_for_any_schema(
-    byte_level: Any, rows: list[SamplingParams], seed: int
-) -> None:
+def test_a_completion_matches_any_regex_and_is_valid_for_any_schema(byte_level, rows, seed):
     outcomes = complete(constraints_of(byte_level), byte_level, rows, seed=seed, max_tokens=100)
     for params, (tokens, reason) in zip(rows, outcomes, strict=True):
         if reason == "stop" and params.regex:
@@ -490,7 +482,7 @@ def test_a_completion_matches_any_regex_and_is_valid_for_any_schema(
             jsonschema.validate(json.loads(text_of(byte_level, tokens)), json.loads(params.json_schema))
 
 
-def test_a_model_that_may_think_either_opens_its_thoughts_or_begins_the_answer() -> None:
+def test_a_model_that_may_think_either_opens_its_thoughts_or_begins_the_answer():
     tokenizer = make(special=("<|end|>",), plain=("<think>", "</think>"))
     size, (opens, closes) = len(tokenizer), tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
@@ -511,7 +503,7 @@ def test_a_model_that_may_think_either_opens_its_thoughts_or_begins_the_answer()
     assert allowed(constraints, 2, size) == {b}
 
 
-def test_an_answer_that_begins_in_the_last_token_of_the_mark_is_continued_after_a_preemption() -> None:
+def test_an_answer_that_begins_in_the_last_token_of_the_mark_is_continued_after_a_preemption():
     tokenizer = make(plain=(">a",), template="x<think>y</think>")
     size, a = len(tokenizer), id_in(tokenizer, "a")
     constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
@@ -525,7 +517,7 @@ def test_an_answer_that_begins_in_the_last_token_of_the_mark_is_continued_after_
         assert [constraints.accept(name, a) for _ in range(2)] == [False, True]
 
 
-def test_a_mark_of_several_tokens_is_completed_before_the_thoughts() -> None:
+def test_a_mark_of_several_tokens_is_completed_before_the_thoughts():
     tokenizer = make(special=("<|end|>",), plain=("<|channel>", "<channel|>"))
     size, opens = len(tokenizer), tokenizer.encode("<|channel>thought\n", add_special_tokens=False)
     closes, a = tokenizer.convert_tokens_to_ids("<channel|>"), id_in(tokenizer, "a")
@@ -544,7 +536,7 @@ def test_a_mark_of_several_tokens_is_completed_before_the_thoughts() -> None:
     assert constraints.accept(0, a)
 
 
-def test_when_the_budget_of_thoughts_is_used_up_only_their_end_may_follow() -> None:
+def test_when_the_budget_of_thoughts_is_used_up_only_their_end_may_follow():
     tokenizer = make(special=("<|end|>",), plain=("<think>", "</think>"))
     size, (opens, closes) = len(tokenizer), tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))

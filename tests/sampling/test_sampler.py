@@ -239,7 +239,7 @@ def test_top_p_over_the_likeliest_eighth_of_a_vocabulary_equals_top_p_over_all_o
 
 
 @pytest.mark.parametrize("right", [0, 1, 3, 5])
-def test_rows_behind_drafts_are_sampled_as_if_the_drafts_had_been_sampled(right: int) -> None:
+def test_rows_behind_drafts_are_sampled_as_if_the_drafts_had_been_sampled(right):
     rows = [
         SamplingParams(logprobs=2),
         ALL,
@@ -271,7 +271,7 @@ def test_rows_behind_drafts_are_sampled_as_if_the_drafts_had_been_sampled(right:
     assert after == steps[right + 1]
 
 
-def test_drafts_without_logits_are_wrong() -> None:
+def test_drafts_without_logits_are_wrong():
     """They come from prompts."""
     penalties = SamplingParams(presence_penalty=1.0, repetition_penalty=1.5)
     logits = random_logits(2)
@@ -279,7 +279,7 @@ def test_drafts_without_logits_are_wrong() -> None:
     assert got.tokens == sampler_of(penalties).sample(logits[:1], [0], [0]).tokens
 
 
-def test_a_row_behind_a_right_draft_counts_only_if_it_has_numbers() -> None:
+def test_a_row_behind_a_right_draft_counts_only_if_it_has_numbers():
     sampler = sampler_of(SamplingParams(), SamplingParams(presence_penalty=1.0))
     logits = random_logits(6)
     first = [int(logits[0].argmax()), int(logits[3].argmax())]
