@@ -26,13 +26,14 @@ def identity_of(model: Path, **options: Any) -> dict[str, Any]:
     return model_identity(ModelConfig(model=str(model), **options))
 
 
-def write_checkpoint(path: Path, tensors: int, values: int, changed: int | None = None) -> None:
-    """Writes a safetensors file of random float32 tensors, with other values in tensor `changed`."""
+def write_checkpoint(folder: Path, tensors: int, values: int, changed: int | None = None) -> Path:
+    """Writes a safetensors file of random float32 tensors, with other values in tensor `changed`. Returns its path."""
     numbers = np.random.default_rng(0)
     arrays = {f"layer.{i:03d}": numbers.standard_normal(values, dtype=np.float32) for i in range(tensors)}
     if changed is not None:
         arrays[f"layer.{changed:03d}"] += 0.01
-    save_file(arrays, path)
+    save_file(arrays, folder / "model.safetensors")
+    return folder / "model.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -67,25 +68,17 @@ def test_a_model_is_another_if_a_file_that_is_read_changes_and_its_code_counts_o
 
 @pytest.mark.parametrize("changed", [0, 7, 119])
 def test_one_changed_tensor_of_a_large_file_is_another_model(tmp_path, changed):
-    files = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
-    write_checkpoint(files[0], 120, 50_000)
-    write_checkpoint(files[1], 120, 50_000, changed=changed)
-    assert files[0].stat().st_size == files[1].stat().st_size > 16 << 20
-    one, two = (folder_identity_of_file(file) for file in files)
-    assert one != two
-    assert one == folder_identity_of_file(files[0])
-
-
-def folder_identity_of_file(file: Path) -> Any:
-    folder = file.with_suffix("")
-    folder.mkdir(exist_ok=True)
-    shutil.copyfile(file, folder / "model.safetensors")
-    return identity_of(folder)
+    first, second, third = (
+        (write_checkpoint(tmp_path, 120, 50_000, of).stat().st_size, identity_of(tmp_path))
+        for of in (None, changed, None)
+    )
+    assert first[0] == second[0] > 16 << 20
+    assert first[1] != second[1]
+    assert first == third
 
 
 def test_only_a_few_megabytes_of_a_large_file_are_read(tmp_path):
-    path = tmp_path / "model.safetensors"
-    write_checkpoint(path, 500, 12_000)
+    path = write_checkpoint(tmp_path, 500, 12_000)
     with path.open("rb") as file:
         pieces = _sampled(file, path.stat().st_size)
     assert sum(length for _, length in pieces) < (1 << 20) + 100_000

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -294,20 +296,27 @@ def test_a_row_that_was_away_when_the_limit_was_raised_runs_again(runs):
     assert runs.run(prompts, sampling=LARGER["sampling"])[0] == ["p3"]
 
 
-@pytest.mark.parametrize("more", [{}, {"sampling": SamplingParams(max_tokens=8)}])
-def test_rows_are_tried_again_after_a_run_that_was_killed_while_it_put_everything_back(runs, more, monkeypatch):
-    prompts = finished(runs, 20, "p3")
-    save, putting_back = Manifest.save, []
+@contextmanager
+def killed_in(owner: type, method: str, *, done: bool = False, putting_back: bool = True) -> Iterator[None]:
+    """A process dies in this method, which has `done` its work then, once it is putting everything back (or always)."""
+    real, put_back, begun = getattr(owner, method), JobFolder._put_back, [] if putting_back else [1]
 
-    def killed(self: Manifest, path: Path) -> None:
-        if putting_back:
+    def killed(self: Any, *args: object) -> None:
+        if not begun or done:
+            real(self, *args)
+        if begun:
             raise Killed
-        save(self, path)
 
-    put_back = JobFolder._put_back
-    with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "save", killed)
-        patch.setattr(JobFolder, "_put_back", lambda self, old: (putting_back.append(1), put_back(self, old)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, killed)
+        patch.setattr(JobFolder, "_put_back", lambda self, old: (begun.append(1), put_back(self, old)))
+        yield
+
+
+@pytest.mark.parametrize("more", [{}, {"sampling": SamplingParams(max_tokens=8)}])
+def test_rows_are_tried_again_after_a_run_that_was_killed_while_it_put_everything_back(runs, more):
+    prompts = finished(runs, 20, "p3")
+    with killed_in(Manifest, "save"):
         assert runs.run([*prompts[:9], "new"], retry=("length",), **more)[1] is None
     runs.reason = lambda prompt: "stop"
     assert runs.run(prompts, retry=("length",), **more)[0] == ["p3"]
@@ -322,29 +331,10 @@ def test_a_refused_run_with_a_larger_limit_leaves_no_results_of_that_limit(runs)
 
 
 @pytest.mark.parametrize("step", ["forget", "restore_forgotten", "flush"])
-def test_a_refused_run_that_is_killed_while_it_puts_everything_back_loses_nothing(runs, step, monkeypatch):
+def test_a_refused_run_that_is_killed_while_it_puts_everything_back_loses_nothing(runs, step):
     prompts = finished(runs, 20, "p3", name="o.csv")
-    real, others = getattr(Results, step), [*prompts[:9], "new"]
-    putting_back = step == "forget"
-
-    def killed(self: Results, *args: object) -> None:
-        if putting_back:
-            if step != "restore_forgotten":
-                real(self, *args)
-            raise Killed
-        real(self, *args)
-
-    put_back = JobFolder._put_back
-
-    def begin(self: JobFolder, old: Any) -> None:
-        nonlocal putting_back
-        putting_back = True
-        put_back(self, old)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Results, step, killed)
-        patch.setattr(JobFolder, "_put_back", begin)
-        assert runs.run(others, retry=("length",))[1] is None
+    with killed_in(Results, step, done=step != "restore_forgotten", putting_back=step != "forget"):
+        assert runs.run([*prompts[:9], "new"], retry=("length",))[1] is None
     assert runs.run(prompts)[0] == []
     assert runs.run([*prompts, "new"])[0] == ["new"]
 

@@ -86,16 +86,23 @@ def test_garbage_collection_is_restored_after_the_last_of_several_calls():
         gc.set_threshold(*of_the_tests)
 
 
-def test_even_one_row_without_an_answer_is_noted():
-    told = Recorder()
-    outcomes = Outcomes(Tracker(told), None)
+@pytest.fixture
+def told() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def outcomes(told: Recorder) -> Outcomes:
+    return Outcomes(Tracker(told), None)
+
+
+def test_even_one_row_without_an_answer_is_noted(told, outcomes):
     cut = Result(row=0, text=None, reasoning="hm", finish_reason="length")
     outcomes.done(cut)
     outcomes.resumed(replace(cut, row=1, finish_reason="stop"))
     outcomes.done(Result(row=2, text="yes", reasoning="hm", finish_reason="stop"))
-    outcomes.done(
-        Result(row=3, text=None, reasoning="hm", finish_reason="stop", tool_calls=(ToolCall("a", "f", "{}"),))
-    )
+    call = ToolCall("a", "f", "{}")
+    outcomes.done(Result(row=3, text=None, reasoning="hm", finish_reason="stop", tool_calls=(call,)))
     outcomes.done(Result(row=4, text=None, finish_reason=None, score=Score(-1.0, 1, True)))
     outcomes.note_cut_rows()
     assert told.notes == [
@@ -104,9 +111,7 @@ def test_even_one_row_without_an_answer_is_noted():
     ]
 
 
-def test_cut_json_suggests_retry_length_only_where_length_has_cut_a_row():
-    told = Recorder()
-    outcomes = Outcomes(Tracker(told), None)
+def test_cut_json_suggests_retry_length_only_where_length_has_cut_a_row(told, outcomes):
     outcomes.done(Result(row=0, text="[1", finish_reason="repetition", valid=False))
     outcomes.note_cut_rows()
     assert told.notes == []
@@ -120,9 +125,7 @@ def test_cut_json_suggests_retry_length_only_where_length_has_cut_a_row():
 @pytest.mark.parametrize(
     ("repeating", "more"), [(12, "; 12 of them repeat themselves, which --max-repeats 4 ends early"), (9, "")]
 )
-def test_many_rows_that_repeated_themselves_up_to_the_limit_suggest_max_repeats(repeating, more):
-    told = Recorder()
-    outcomes = Outcomes(Tracker(told), None)
+def test_many_rows_that_repeated_themselves_up_to_the_limit_suggest_max_repeats(repeating, more, told, outcomes):
     for row in range(20):
         tokens = (1, 2, 3) * 30 if row < repeating else tuple(range(90))
         outcomes.done(Result(row=row, text="x", finish_reason="length", token_ids=tokens))

@@ -137,9 +137,7 @@ FIRST = [(f"row {i}", "pqr"[i % 3]) for i in range(9)]
 INPUTS = st.lists(st.sampled_from([(f"row {i}", "pqr"[i % 3]) for i in range(15)]), unique=True, min_size=1)
 
 
-@settings(
-    max_examples=examples(6, 60),
-)
+@settings(max_examples=examples(6, 60))
 @given(
     inputs=st.lists(st.tuples(INPUTS, st.sampled_from([None, 2]), st.none() | st.integers(0, 6)), max_size=4),
     prune=st.booleans(),

@@ -8,7 +8,13 @@ import torch
 
 from batchgen.kernels import codes
 from batchgen.kernels.codes import Coding, PackedTensor
+from batchgen.kernels.fusion import fuse_linear
+from batchgen.kernels.ops import Activation, PackedLinear
+from batchgen.kernels.quantization import in_8_bits
+from batchgen.kernels.replacing import Packing, linear_of
+from batchgen.model.weights.streamed import bytes_held
 from support.codings import CODINGS, ROWS, SIZE, bits_of, weight_of
+from support.fusing import adapted
 from support.params import in_turn, slow_but
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -16,8 +22,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.mark.parametrize(("name", "dtype"), slow_but(in_turn(CODINGS, DTYPES), product(CODINGS, DTYPES)))
 def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_last_bit(name, dtype):
-    from batchgen.kernels.ops import Activation, PackedLinear
-
     weights = [weight_of(name, dtype), weight_of(name, dtype, seed=1)]
     if "groups" in weights[0].parts:
         weights[1].parts["groups"] = weights[0].parts["groups"]
@@ -37,11 +41,6 @@ def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_l
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["numbers", "numbers of 16 bits", "codes", "numbers in 8 bits", "codes in 8 bits"])
 def test_an_adapter_is_added_before_the_activation_whatever_the_weights_are(name, dtype):
-    from batchgen.kernels.ops import Activation
-    from batchgen.kernels.quantization import in_8_bits
-    from batchgen.kernels.replacing import Packing, linear_of
-    from support.fusing import adapted
-
     def layer(seed):
         weight = weight_of("AWQ", dtype, seed=seed)
         if "codes" not in name:
@@ -75,10 +74,6 @@ def test_an_adapter_is_added_before_the_activation_whatever_the_weights_are(name
 
 @pytest.mark.parametrize(("name", "dtype"), slow_but(in_turn(CODINGS, DTYPES[::-1]), product(CODINGS, DTYPES)))
 def test_an_embedding_whose_codes_are_those_of_the_head_is_held_once_and_gives_the_same_rows(name, dtype):
-    from batchgen.kernels.fusion import fuse_linear
-    from batchgen.kernels.replacing import Packing
-    from batchgen.model.weights.streamed import bytes_held
-
     model = torch.nn.ModuleDict(
         {"table": torch.nn.Embedding(ROWS, SIZE), "head": torch.nn.Linear(SIZE, ROWS, bias=False)}
     )
@@ -97,8 +92,6 @@ def test_an_embedding_whose_codes_are_those_of_the_head_is_held_once_and_gives_t
 
 
 def test_weights_that_the_kernels_cannot_unpack_exactly_are_packed_as_numbers():
-    from batchgen.kernels.ops import PackedLinear
-
     tiny, odd, rounded = (weight_of("Q4_0", torch.float32) for _ in range(3))
     shifted = weight_of("Q4_1", torch.float32)
     tiny.parts["scales"] = tiny.parts["scales"].float() * 1e-30
@@ -162,11 +155,12 @@ def test_products_of_several_threads_unpack_their_weights_one_after_the_other():
 def test_an_embedding_unpacks_only_the_rows_that_are_asked_for(monkeypatch):
     unpacked, dequantize = [], codes.dequantize
     weight = weight_of("Q6_K", torch.float32)
-    monkeypatch.setattr(
-        codes,
-        "dequantize",
-        lambda coding, parts: unpacked.append(parts["scales"].shape[0]) or dequantize(coding, parts),
-    )
+
+    def counted(coding, parts):
+        unpacked.append(len(parts["scales"]))
+        return dequantize(coding, parts)
+
+    monkeypatch.setattr(codes, "dequantize", counted)
     torch.nn.functional.embedding(torch.tensor([[5, 0, 199]]), weight)
     assert unpacked == [3]
 

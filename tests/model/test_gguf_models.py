@@ -469,6 +469,12 @@ CASES = [
 ]  # fmt: skip
 
 
+def case_of(model_type: str, **more: Any) -> tuple[Any, str, dict[str, Any]]:
+    """The original with the settings of the first case of a type, and `more`; the architecture and the keys of its file."""
+    _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
+    return original(model_type, **settings | more), architecture, keys
+
+
 def original(model_type: str, **settings: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **COMMON | settings)
@@ -508,9 +514,8 @@ def test_log_probabilities_are_those_of_the_original(tmp_path, model_type, setti
 @torch.inference_mode()
 def test_weights_stay_packed_and_give_what_their_numbers_give(tmp_path, monkeypatch, model_type, kind):
     monkeypatch.setattr("batchgen.model.loader.free_memory", lambda _: 0)  # so that they stay packed
-    _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
     whole_blocks = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 256} if kind.startswith("IQ") else {}
-    module = original(model_type, **settings | whole_blocks)
+    module, architecture, keys = case_of(model_type, **whole_blocks)
     held = write_whole_model(module, tmp_path / "packed.gguf", architecture, kind=kind, **keys)
     plain = write_whole_model(module, tmp_path / "plain.gguf", architecture, kind=kind, unpacked=True, **keys)
     assert log_probabilities(held) == log_probabilities(plain)
@@ -527,8 +532,7 @@ def test_weights_stay_packed_and_give_what_their_numbers_give(tmp_path, monkeypa
 @pytest.mark.usefixtures("compiled")
 @torch.inference_mode()
 def test_weights_of_16_bits_stay_so_and_give_what_their_numbers_give(tmp_path, monkeypatch, model_type, kind):
-    _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
-    module = original(model_type, **settings)
+    module, architecture, keys = case_of(model_type)
     plain = write_whole_model(module, tmp_path / "plain.gguf", architecture, kind=kind, unpacked=True, **keys)
     monkeypatch.setattr(packed, "SMALL", 1)
     halves = write_whole_model(module, tmp_path / "halves.gguf", architecture, kind=kind, **keys)
@@ -547,8 +551,7 @@ def log_probabilities(file: Path, **options: Any) -> list[float]:
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_5_text", "granitemoehybrid", "bloom", "mamba"])
 @torch.inference_mode()
 def test_embeddings_are_those_of_the_original(tmp_path, model_type):
-    _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
-    module = original(model_type, **settings)
+    module, architecture, keys = case_of(model_type)
     file = write_whole_model(module, tmp_path / "m.gguf", architecture, **keys)
     expected = module.base_model(torch.tensor([IDS])).last_hidden_state[0].mean(0)
     (result,) = LLM(file, dtype="float32", task="embed", pooling="mean", normalize=False).embed([IDS])
@@ -558,8 +561,7 @@ def test_embeddings_are_those_of_the_original(tmp_path, model_type):
 @torch.inference_mode()
 def test_layers_that_guess_further_tokens_and_keys_that_no_layer_uses_are_left_out(tmp_path):
     for model_type, names in (("glm4_moe", ["blk.2.nextn.eh_proj.weight", "blk.2.attn_q.weight"]), ("gemma4_text", ["blk.3.attn_k.weight", "blk.4.attn_v.weight"])):  # fmt: skip
-        _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
-        module = original(model_type, **settings)
+        module, architecture, keys = case_of(model_type)
         file = write_whole_model(module, tmp_path / "m.gguf", architecture, more=names, **keys)
         assert len(log_probabilities(file)) == len(IDS) - 1
 

@@ -1,11 +1,14 @@
 """Tool calls are read from answers in every known format, with and without thoughts, and returned in OpenAI's form."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from batchgen.parsers.tool_calls import HARMONY_CALLS, find_calls, tool_format
+from batchgen.result import ToolCall
+from batchgen.sampling.stopping import Stopper
 from support.marked import EOS, HARMONY_TOKENS, complete, make
 from support.params import FULL
 
@@ -15,10 +18,12 @@ PARAMETERS = {
     "days": {"type": "integer"},
     "metric": {"type": "boolean"},
 }
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PARAMETERS}}}
-    for name in ("weather", "news")
-]
+TOOLS = json.dumps(
+    [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PARAMETERS}}}
+        for name in ("weather", "news")
+    ]
+)
 ARGUMENTS = {"city": "Bern, «é»", "code": "\n    if a:\n        b \n\n", "days": 3, "metric": True}
 J = json.dumps(ARGUMENTS, ensure_ascii=False)
 OBJECTS = json.dumps([{"name": n, "arguments": ARGUMENTS} for n in ("weather", "news")], ensure_ascii=False)
@@ -137,6 +142,18 @@ FORMATS = {
 }
 
 
+BOTH = [("weather", ARGUMENTS), ("news", ARGUMENTS)]
+
+
+def answered(template: str, answer: str) -> Stopper:
+    """A whole completion of a model with this chat template."""
+    return complete(make(template=template), "q", answer + EOS, tools=TOOLS)
+
+
+def named(calls: Iterable[ToolCall]) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
 @pytest.mark.parametrize("family", FORMATS)
 @pytest.mark.parametrize("thoughts", ["", "Hm, <b> é.</think>\n\n"])
 @pytest.mark.parametrize("beside", ["", "I will look."])
@@ -144,13 +161,13 @@ def test_tool_calls_are_read_in_the_format_of_each_family(family, thoughts, besi
     mark, written = FORMATS[family]
     tokenizer = make(template=mark + ("<think></think>" if thoughts else ""))
     prompt = "q<think>" if thoughts else "q"
-    stopper = complete(tokenizer, prompt, thoughts + beside + written + EOS, tools=json.dumps(TOOLS))
+    stopper = complete(tokenizer, prompt, thoughts + beside + written + EOS, tools=TOOLS)
     calls = stopper.tool_calls("c")
-    assert [call.name for call in calls] == ["weather", "news"]
-    assert [json.loads(call.arguments) for call in calls] == [ARGUMENTS, ARGUMENTS]
+    assert named(calls) == BOTH
     assert (stopper.text, stopper.reasoning) == (beside, "Hm, <b> é." if thoughts else None)
-    ids = ["functions.weather:0", "functions.news:0"] if family == "Kimi" else ["c_0", "c_1"]
-    assert [call.id for call in calls] == ids
+    assert [call.id for call in calls] == (
+        ["functions.weather:0", "functions.news:0"] if family == "Kimi" else ["c_0", "c_1"]
+    )
 
 
 @pytest.mark.parametrize("family", FORMATS)
@@ -160,15 +177,14 @@ def test_calls_at_the_end_of_thoughts_that_were_not_closed_are_read(family, thou
     mark, written = FORMATS[family]
     tokenizer = make(template=mark + "<think></think>")
     prompt, begin = ("q<think>", "") if opened else ("q", "<think>")
-    stopper = complete(tokenizer, prompt, begin + thoughts + written + EOS, tools=json.dumps(TOOLS))
+    stopper = complete(tokenizer, prompt, begin + thoughts + written + EOS, tools=TOOLS)
     assert (stopper.text, stopper.finish_reason) == (None, "stop")
-    calls = stopper.tool_calls("c")
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", ARGUMENTS), ("news", ARGUMENTS)]
+    assert named(stopper.tool_calls("c")) == BOTH
     assert (stopper.text, stopper.reasoning) == ("", thoughts or None)
     blanks = written[: len(written) - len(written.lstrip())]
     before = tokenizer.encode(begin + thoughts + blanks, add_special_tokens=False)
     assert stopper.reasoning_tokens == len(before)
-    unsplit = complete(tokenizer, prompt, begin + thoughts + written + EOS, tools=json.dumps(TOOLS), reasoning="off")
+    unsplit = complete(tokenizer, prompt, begin + thoughts + written + EOS, tools=TOOLS, reasoning="off")
     assert (len(unsplit.tool_calls("c")), unsplit.text) == (2, begin + thoughts)
 
 
@@ -176,7 +192,7 @@ def test_a_call_in_the_middle_of_thoughts_is_a_thought():
     mark, written = FORMATS["Hermes, Qwen 3"]
     tokenizer = make(template=mark + "<think></think>")
     for whole in (f"Maybe {written} or not.", f"Maybe {written} or not.</think>No."):
-        stopper = complete(tokenizer, "q<think>", whole + EOS, tools=json.dumps(TOOLS))
+        stopper = complete(tokenizer, "q<think>", whole + EOS, tools=TOOLS)
         reasoning, _, answer = whole.partition("</think>")
         assert (stopper.tool_calls("c"), stopper.text, stopper.reasoning) == ((), answer or None, reasoning)
 
@@ -187,7 +203,7 @@ def test_tool_calls_cut_before_the_end_token_stay_text(family):
     tokenizer = make(template=mark)
     size = len(tokenizer.encode(written))
     for max_tokens in (size, size // 2):
-        stopper = complete(tokenizer, "q", written, max_tokens=max_tokens, tools=json.dumps(TOOLS))
+        stopper = complete(tokenizer, "q", written, max_tokens=max_tokens, tools=TOOLS)
         text = stopper.text
         assert (stopper.finish_reason, stopper.tool_calls("c"), stopper.text) == ("length", (), text)
         assert text.startswith(written[:20])
@@ -206,7 +222,7 @@ def test_tool_calls_cut_before_the_end_token_stay_text(family):
     ],
 )
 def test_an_answer_without_a_readable_call_stays_unchanged(answer):
-    stopper = complete(make(template="<tool_call>"), "q", answer + EOS, tools=json.dumps(TOOLS))
+    stopper = answered("<tool_call>", answer)
     assert (stopper.tool_calls("c"), stopper.text) == ((), answer)
 
 
@@ -225,17 +241,15 @@ def test_an_argument_that_is_not_closed_ends_before_the_next_argument_or_with_it
     mark, written = FORMATS[family]
     arguments = ARGUMENTS | {"code": "a\n\n  b"}
     written = written.replace(ARGUMENTS["code"], arguments["code"]).replace(TAGS[family][1], "")
-    stopper = complete(make(template=mark), "q", written + EOS, tools=json.dumps(TOOLS))
-    assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [arguments] * 2
+    stopper = answered(mark, written)
+    assert named(stopper.tool_calls("c")) == [("weather", arguments), ("news", arguments)]
     assert stopper.text == ""
 
 
 def test_a_tag_within_a_line_is_a_part_of_the_argument():
     mark, written = FORMATS["Qwen 3.5"]
     code = "if '<parameter=city>' in x:\n    f('</function', '</tool_call>')"
-    stopper = complete(
-        make(template=mark), "q", written.replace(ARGUMENTS["code"], code) + EOS, tools=json.dumps(TOOLS)
-    )
+    stopper = answered(mark, written.replace(ARGUMENTS["code"], code))
     assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [ARGUMENTS | {"code": code}] * 2
 
 
@@ -244,7 +258,7 @@ def test_a_call_with_anything_beside_its_arguments_stays_text(family):
     mark, written = FORMATS[family]
     first = TAGS.get(family, ("{", ""))[0]
     answer = written.replace(first, 'city: "Bern"\n' + first)
-    stopper = complete(make(template=mark), "q", answer + EOS, tools=json.dumps(TOOLS))
+    stopper = answered(mark, answer)
     assert (stopper.tool_calls("c"), stopper.text) == ((), answer)
 
 
@@ -254,8 +268,8 @@ def test_a_call_with_anything_beside_its_arguments_stays_text(family):
 )
 def test_the_last_call_may_lack_its_end_or_have_its_code_fence_on_the_line_of_the_arguments(family, last, instead):
     mark, written = FORMATS[family]
-    stopper = complete(make(template=mark), "q", instead.join(written.rsplit(last, 1)) + EOS, tools=json.dumps(TOOLS))
-    assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [ARGUMENTS] * 2
+    stopper = answered(mark, instead.join(written.rsplit(last, 1)))
+    assert named(stopper.tool_calls("c")) == BOTH
 
 
 @pytest.mark.parametrize(
@@ -319,8 +333,7 @@ def test_calls_as_in_python_have_named_arguments_with_plain_values(written, foun
     marks = ("<|tool_call_start|>", "<|tool_call_end|>")
     for tokenizer in (make(template=marks[0]), make(special=marks, template="{{ tools }}")):
         whole = marks[0] + written + marks[1] + EOS
-        calls = complete(tokenizer, "q", whole, tools=json.dumps(TOOLS)).tool_calls("c")
-        assert [(call.name, json.loads(call.arguments)) for call in calls] == found
+        assert named(complete(tokenizer, "q", whole, tools=TOOLS).tool_calls("c")) == found
 
 
 @pytest.mark.parametrize("family", ["LFM 2", "OLMo 3"])
@@ -328,7 +341,7 @@ def test_a_call_that_python_cannot_parse_for_its_depth_stays_text(family):
     mark, written = FORMATS[family]
     known: Any = tool_format(make(template=mark))
     for signs in (100, 6001, 100_000):
-        assert find_calls(known, written.replace("days=3", f"days={'-' * signs}"), json.dumps(TOOLS)) is None
+        assert find_calls(known, written.replace("days=3", f"days={'-' * signs}"), TOOLS) is None
 
 
 @pytest.mark.parametrize(
@@ -350,9 +363,8 @@ def test_a_call_that_python_cannot_parse_for_its_depth_stays_text(family):
     ],
 )  # fmt: skip
 def test_calls_of_a_list_are_read_together_or_not_at_all(family, written, found):
-    stopper = complete(make(template=FORMATS[family][0]), "q", written + EOS, tools=json.dumps(TOOLS))
-    calls = stopper.tool_calls("c")
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == found
+    stopper = answered(FORMATS[family][0], written)
+    assert named(stopper.tool_calls("c")) == found
     assert stopper.text == ("" if found else written)
 
 
@@ -367,19 +379,17 @@ def test_a_row_without_tools_has_no_calls():
     assert (stopper.tool_calls("c"), stopper.text) == ((), written)
 
 
-LLAMA = make(
-    template='Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
-)
+LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
 
 
 def test_an_answer_that_is_a_json_object_is_a_call_if_it_names_a_tool():
     written = json.dumps({"name": "weather", "parameters": ARGUMENTS})
     for before in ("", "<|python_tag|>"):
-        stopper = complete(LLAMA, "q", before + written + EOS, tools=json.dumps(TOOLS))
+        stopper = answered(LLAMA, before + written)
         (call,) = stopper.tool_calls("c")
         assert (call.name, json.loads(call.arguments), stopper.text) == ("weather", ARGUMENTS, "")
     other = json.dumps({"name": "Ada", "parameters": {}})
-    stopper = complete(LLAMA, "q", other + EOS, tools=json.dumps(TOOLS))
+    stopper = answered(LLAMA, other)
     assert (stopper.tool_calls("c"), stopper.text) == ((), other)
 
 
@@ -391,12 +401,11 @@ def test_an_answer_that_is_a_json_object_is_a_call_if_it_names_a_tool():
 def test_an_answer_of_several_objects_is_their_calls_if_all_name_tools(written, key):
     objects = [json.dumps({"name": name, key: ARGUMENTS}) for name in ("weather", "news", "stocks")]
     whole = written.replace("{}", "%s") % tuple(objects[:2])
-    stopper = complete(LLAMA, "q", whole + EOS, tools=json.dumps(TOOLS))
-    calls = stopper.tool_calls("c")
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", ARGUMENTS), ("news", ARGUMENTS)]
+    stopper = answered(LLAMA, whole)
+    assert named(stopper.tool_calls("c")) == BOTH
     assert stopper.text == ""
     for other in (written.replace("{}", "%s") % tuple(objects[1:]), f"Look: {whole}", f"{whole} Done.", f"{whole} 1"):
-        stopper = complete(LLAMA, "q", other + EOS, tools=json.dumps(TOOLS))
+        stopper = answered(LLAMA, other)
         text = stopper.text
         assert (stopper.tool_calls("c"), stopper.text) == ((), text)
 
@@ -417,13 +426,13 @@ def test_harmony_messages_to_functions_are_calls_and_not_thoughts(header, though
     tokenizer = make(special=HARMONY_TOKENS)
     assert tool_format(tokenizer) is HARMONY_CALLS
     written = (THOUGHT if thought else "") + header + J + "<|call|>"
-    stopper = complete(tokenizer, PROMPT, written, tools=json.dumps(TOOLS))
+    stopper = complete(tokenizer, PROMPT, written, tools=TOOLS)
     (call,) = stopper.tool_calls("c")
     assert (call.id, call.name, json.loads(call.arguments)) == ("c_0", "weather", ARGUMENTS)
     assert (stopper.text, stopper.reasoning) == ("", "Think." if thought else None)
     before = THOUGHT.removesuffix("<|start|>assistant") if thought else ""
     assert stopper.reasoning_tokens == len(tokenizer.encode(before, add_special_tokens=False))
-    unsplit = complete(tokenizer, PROMPT, written, tools=json.dumps(TOOLS), reasoning="off")
+    unsplit = complete(tokenizer, PROMPT, written, tools=TOOLS, reasoning="off")
     assert len(unsplit.tool_calls("c")) == 1
     assert unsplit.text == ("analysisThink." if thought else "")
 
@@ -433,7 +442,7 @@ def test_harmony_messages_to_functions_are_calls_and_not_thoughts(header, though
 def test_an_answer_before_a_harmony_call_is_its_text(thought, more):
     answer = "<|channel|>final<|message|>I will look.<|end|><|start|>assistant"
     written = thought + answer + more + "<|channel|>commentary to=functions.weather<|message|>" + J + "<|call|>"
-    stopper = complete(make(special=HARMONY_TOKENS), PROMPT, written, tools=json.dumps(TOOLS))
+    stopper = complete(make(special=HARMONY_TOKENS), PROMPT, written, tools=TOOLS)
     assert len(stopper.tool_calls("c")) == 1
     assert (stopper.text, stopper.reasoning) == ("I will look.", "Think." if thought else None)
 
@@ -441,7 +450,7 @@ def test_an_answer_before_a_harmony_call_is_its_text(thought, more):
 def test_a_function_that_is_only_named_in_harmony_thoughts_is_not_called():
     thought = "<|channel|>analysis<|message|>Either to=functions.news or weather.<|end|><|start|>assistant"
     header = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-    stopper = complete(make(special=HARMONY_TOKENS), PROMPT, thought + header + J + "<|call|>", tools=json.dumps(TOOLS))
+    stopper = complete(make(special=HARMONY_TOKENS), PROMPT, thought + header + J + "<|call|>", tools=TOOLS)
     assert [call.name for call in stopper.tool_calls("c")] == ["weather"]
     assert (stopper.text, stopper.reasoning) == ("", "Either to=functions.news or weather.")
 
@@ -461,7 +470,7 @@ def test_a_checkpoint_may_define_its_own_format():
             },
         },
     }
-    stopper = complete(tokenizer, "q CALL no {};<bot>", f"Yes.CALL weather {J};{EOS}", tools=json.dumps(TOOLS))
+    stopper = complete(tokenizer, "q CALL no {};<bot>", f"Yes.CALL weather {J};{EOS}", tools=TOOLS)
     (call,) = stopper.tool_calls("c")
     assert (call.name, json.loads(call.arguments), stopper.text) == ("weather", ARGUMENTS, "Yes.")
 
@@ -472,4 +481,4 @@ def test_broken_answers_never_raise(family):
     known: Any = tool_format(make(template=mark))
     for at in range(0, len(written), 1 if FULL else 3):
         for answer in (written[:at], written[at:], written[:at] + "}" + written[at:]):
-            find_calls(known, answer, json.dumps(TOOLS))
+            find_calls(known, answer, TOOLS)
