@@ -6,7 +6,9 @@ import pickle
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,8 +19,18 @@ from batchgen.kernels.memory import mapped_files
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 
 
-def test_a_prefix_of_an_earlier_call_is_not_run_again(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
+@pytest.fixture
+def llm(tiny_model_dir: Path) -> LLM:
+    return LLM(tiny_model_dir)
+
+
+def in_a_thread(act: Callable[[], object]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
+def test_a_prefix_of_an_earlier_call_is_not_run_again(llm):
     params = SamplingParams(max_tokens=2)
     llm.generate([f"{SHARED}a", f"{SHARED}b"], params)
     before = llm.engine.stats.prefill_tokens
@@ -27,8 +39,7 @@ def test_a_prefix_of_an_earlier_call_is_not_run_again(tiny_model_dir):
     assert llm.engine.stats.prefill_tokens - before == 2
 
 
-def test_equal_prompts_of_a_call_run_once_unless_they_are_sampled(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
+def test_equal_prompts_of_a_call_run_once_unless_they_are_sampled(llm):
     greedy, sampled = (SamplingParams(max_tokens=4, ignore_eos=True, temperature=t) for t in (0.0, 5.0))
     first, second, third = llm.generate(["a", "b", "a"], greedy)
     assert first == replace(third, row=0) != replace(second, row=0)
@@ -54,8 +65,7 @@ def test_streamed_weights_give_the_results_of_weights_in_memory(tiny_model_dir):
     assert streamed.stats.weight_bytes_read > 0
 
 
-def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
+def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(llm, tiny_model_dir):
     results, tokens = {}, []
 
     def more(result: Result) -> None:
@@ -77,21 +87,19 @@ def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(tiny_model
     assert [results[i].text for i in range(4)] == [r.text for r in alone]
 
 
-def test_another_thread_may_add_and_cancel(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
+def test_another_thread_may_add_and_cancel(llm):
     results = {}
     begun, added = threading.Event(), threading.Event()
     endless = SamplingParams(max_tokens=400, ignore_eos=True)
-    (first,) = llm.add(
-        ["one"],
-        endless,
-        on_result=lambda r: results.__setitem__(r.row, r),
-        on_token=lambda *_: (begun.set(), added.wait(60)),
-    )
+
+    def keep(result: Result) -> None:
+        results[result.row] = result
+
+    (first,) = llm.add(["one"], endless, on_result=keep, on_token=lambda *_: (begun.set(), added.wait(60)))
 
     def other() -> None:
         begun.wait(60)
-        llm.add(["two"], PARAMS, on_result=lambda r: (results.__setitem__(r.row, r), llm.cancel(first)))
+        llm.add(["two"], PARAMS, on_result=lambda r: (keep(r), llm.cancel(first)))
         added.set()
 
     thread = threading.Thread(target=other)
@@ -103,15 +111,12 @@ def test_another_thread_may_add_and_cancel(tiny_model_dir):
     assert 6 < results[first].completion_tokens < 400
 
 
-def test_a_prompt_that_is_done_while_another_thread_cancels_it_leaves_nothing_behind(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
+def test_a_prompt_that_is_done_while_another_thread_cancels_it_leaves_nothing_behind(llm):
 
     class DoneMeanwhile(dict):
         def get(self, number):
             request = super().get(number)
-            thread = threading.Thread(target=llm.run)
-            thread.start()
-            thread.join()
+            in_a_thread(llm.run)
             return request
 
     (number,) = llm.add(["one"], PARAMS, on_result=lambda result: None)
@@ -120,8 +125,7 @@ def test_a_prompt_that_is_done_while_another_thread_cancels_it_leaves_nothing_be
     assert (llm.unfinished, llm._cancelled) == (0, set())
 
 
-def test_after_a_failed_callback_the_other_prompts_are_dropped_and_the_model_is_usable(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
+def test_after_a_failed_callback_the_other_prompts_are_dropped_and_the_model_is_usable(llm):
 
     def broken(result: Result) -> None:
         raise OSError("disk full")
@@ -133,8 +137,7 @@ def test_after_a_failed_callback_the_other_prompts_are_dropped_and_the_model_is_
     assert len(llm.generate(["a", "b"], PARAMS)) == 2
 
 
-def test_an_interrupt_of_run_cancels_the_prompts_and_their_callbacks_are_called(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
+def test_an_interrupt_of_run_cancels_the_prompts_and_their_callbacks_are_called(llm):
     results: dict[int, Result] = {}
     tokens: list[tuple[int, int, int]] = []
 
@@ -154,8 +157,7 @@ def test_an_interrupt_of_run_cancels_the_prompts_and_their_callbacks_are_called(
     assert len(llm.generate(["a", "b"], PARAMS)) == 2
 
 
-def test_a_model_is_refused_in_a_forked_process_and_not_sent_to_one(tiny_model_dir, monkeypatch):
-    llm = LLM(str(tiny_model_dir))
+def test_a_model_is_refused_in_a_forked_process_and_not_sent_to_one(llm, monkeypatch):
     want = llm.generate(["a"], PARAMS)
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: 1)
@@ -169,8 +171,7 @@ def test_a_model_is_refused_in_a_forked_process_and_not_sent_to_one(tiny_model_d
     assert llm.generate(["a"], PARAMS) == want
 
 
-def test_callbacks_and_second_threads_are_refused_and_add_no_prompts(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
+def test_callbacks_and_second_threads_are_refused_and_add_no_prompts(llm):
     want = llm.generate(["a"], PARAMS)
     before = llm.stats.completion_tokens
     refused: list[str] = []
@@ -183,9 +184,7 @@ def test_callbacks_and_second_threads_are_refused_and_add_no_prompts(tiny_model_
 
     def on_result(result: Result) -> None:
         call_again()
-        thread = threading.Thread(target=call_again)
-        thread.start()
-        thread.join()
+        in_a_thread(call_again)
 
     llm.add(["a"], PARAMS, on_result=on_result)
     llm.run()
@@ -195,8 +194,7 @@ def test_callbacks_and_second_threads_are_refused_and_add_no_prompts(tiny_model_
     assert llm.generate(["a"], PARAMS) == want
 
 
-def test_a_closed_model_is_freed_at_once(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
+def test_a_closed_model_is_freed_at_once(llm):
     llm.generate(["a"], SamplingParams(max_tokens=1))
     parts = {name: weakref.ref(part) for name, part in llm.engine.runner.model.module.named_modules()}
     gc.disable()  # a collection could free it otherwise
@@ -207,23 +205,23 @@ def test_a_closed_model_is_freed_at_once(tiny_model_dir):
     assert [name for name, part in parts.items() if part() is not None] == []
 
 
+LABELS = {"choices": [f"{a}{b}" for a in "abcdefgh" for b in "abcde"]}
+
+
 def test_labels_of_many_prompts_are_planned_window_by_window(tiny_model_dir, monkeypatch):
     monkeypatch.setattr("batchgen.llm.INPUT_LIMITS", replace(INPUT_LIMITS, window_leaves=1_000, batch_rows=2))
     llm = LLM(str(tiny_model_dir))
-    labels = {"choices": [f"{a}{b}" for a in "abcdefgh" for b in "abcde"]}
     prompts = [f"row {i}" for i in range(100)]
     waiting = []
-    numbers = llm.add(prompts, labels, on_result=lambda r: waiting.append((r.row, llm.engine.waiting, r.text)))
+    numbers = llm.add(prompts, LABELS, on_result=lambda r: waiting.append((r.row, llm.engine.waiting, r.text)))
     llm.run()
     assert sorted(row for row, *_ in waiting) == numbers
     assert max(count for _, count, _ in waiting) <= 1_525 < 100 * 40
     texts = {row: text for row, _, text in waiting}
-    assert [texts[n] for n in numbers[::25]] == [r.text for r in llm.generate(prompts[::25], labels)]
+    assert [texts[n] for n in numbers[::25]] == [r.text for r in llm.generate(prompts[::25], LABELS)]
 
 
-def test_a_prompt_is_cancelled_before_its_window_is_planned(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
-    labels = {"choices": [f"{a}{b}" for a in "abcdefgh" for b in "abcde"]}
+def test_a_prompt_is_cancelled_before_its_window_is_planned(llm):
     results = {}
 
     def done(result):
@@ -232,8 +230,8 @@ def test_a_prompt_is_cancelled_before_its_window_is_planned(tiny_model_dir):
             for number in numbers:
                 llm.cancel(number)
 
-    numbers = llm.add([f"row {i}" for i in range(800)], labels, on_result=done)
+    numbers = llm.add([f"row {i}" for i in range(800)], LABELS, on_result=done)
     llm.run()
     assert [results[n].error_type for n in numbers].count("cancelled") > 600
     assert llm.unfinished == 0
-    assert llm.generate(["row 0"], labels)[0].text is not None
+    assert llm.generate(["row 0"], LABELS)[0].text is not None

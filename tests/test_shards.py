@@ -4,7 +4,8 @@ import errno
 import json
 import os
 import sqlite3
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,16 +56,37 @@ def shard(model: Path, name: str, **options: Any) -> JobReport:
     return run_job(config_of(model, shard=name, **options))
 
 
+def halves(model: Path, **options: Any) -> list[JobReport]:
+    """Runs a job in two shards."""
+    return [shard(model, name, **options) for name in ("1/2", "2/2")]
+
+
 def whole(model: Path, **options: Any) -> bytes:
     """The output of one run."""
     run_job(config_of(model, output="whole.jsonl", **options))
     return Path("whole.jsonl").read_bytes()
 
 
+def raises(error: BaseException | type[BaseException]) -> Callable[..., None]:
+    def function(*_: Any) -> None:
+        raise error
+
+    return function
+
+
 def place_of(number: int) -> Path:
     """The folder of a shard."""
     plan = load_plan(Path("o.jsonl.job"))
     return shard_folder(Path("o.jsonl.job"), plan, number)
+
+
+@contextmanager
+def held(place: Path, what: str, **options: bool) -> Iterator[None]:
+    lease = Lease(place, what, **options)
+    try:
+        yield
+    finally:
+        lease.release()
 
 
 def check_merged(model: Path) -> None:
@@ -92,9 +114,8 @@ def test_shards_in_any_order_write_the_output_of_one_run(tiny_model_dir, source)
 def test_equal_rows_run_in_one_shard_and_the_merge_counts_them(tiny_model_dir, source):
     write([{"prompt": f"{GROUPS[i % 2]} {i % 5}"} for i in range(24)])
     greedy = SamplingParams(max_tokens=3)
-    ran = [shard(tiny_model_dir, name, sampling=greedy).stats["rows"] for name in ("1/2", "2/2")]
+    assert sum(report.stats["rows"] for report in halves(tiny_model_dir, sampling=greedy)) == 10
     report = merge_job("o.jsonl")
-    assert sum(ran) == 10
     assert (report.stats["job"]["rows"], report.stats["job"]["rows_equal"]) == (24, 14)
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir, sampling=greedy)
 
@@ -102,15 +123,10 @@ def test_equal_rows_run_in_one_shard_and_the_merge_counts_them(tiny_model_dir, s
 def test_a_merge_that_is_repeated_after_a_failure_counts_every_run_once(tiny_model_dir, source, monkeypatch):
     before = run_job(config_of(tiny_model_dir)).stats["job"]
     write([*rows(), {"prompt": "one more"}, {"prompt": "and another"}])
-    done = [shard(tiny_model_dir, name).stats["prefill_tokens"] for name in ("1/2", "2/2")]
-
-    def no_space(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalTarget, "put", no_space)
-        with pytest.raises(OutputError, match="No space left"):
-            merge_job("o.jsonl")
+    done = [report.stats["prefill_tokens"] for report in halves(tiny_model_dir)]
+    with monkeypatch.context() as patch, pytest.raises(OutputError, match="No space left"):
+        patch.setattr(LocalTarget, "put", raises(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        merge_job("o.jsonl")
     found = merge_job("o.jsonl").stats["job"]
     assert (found["runs"], found["prefill_tokens"]) == (3, before["prefill_tokens"] + sum(done))
 
@@ -119,8 +135,7 @@ def test_shards_with_retry_run_the_rows_again_that_ended_before_the_shards_began
     engine = EngineConfig(row_timeout=1e-9, batch_size=1)
     with pytest.raises(Interrupted):
         run_job(config_of(tiny_model_dir, engine=engine), Recorder(rows_done(8), interrupt))
-    for name in ("1/2", "2/2"):
-        shard(tiny_model_dir, name)
+    halves(tiny_model_dir)
     for name in ("2/2", "1/2"):
         shard(tiny_model_dir, name, retry=("timeout",))
     check_merged(tiny_model_dir)
@@ -129,16 +144,10 @@ def test_shards_with_retry_run_the_rows_again_that_ended_before_the_shards_began
 def test_a_merge_that_is_repeated_keeps_the_rows_that_shards_with_retry_have_not_mended(
     tiny_model_dir, source, monkeypatch
 ):
-    for name in ("1/2", "2/2"):
-        shard(tiny_model_dir, name, retry=("timeout",), engine=EngineConfig(row_timeout=1e-9))
-
-    def killed(*_: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as killing:
-        killing.setattr(LocalTarget, "put", killed)
-        with pytest.raises(Killed):
-            merge_job("o.jsonl")
+    halves(tiny_model_dir, retry=("timeout",), engine=EngineConfig(row_timeout=1e-9))
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(LocalTarget, "put", raises(Killed))
+        merge_job("o.jsonl")
     assert merge_job("o.jsonl").stats["job"]["finish_reasons"]["timeout"] == 23
     assert len(Path("o.jsonl").read_text().splitlines()) == 24
 
@@ -160,9 +169,7 @@ def test_a_merge_keeps_results_without_a_row_unless_the_shards_ran_with_prune(pr
 
 
 def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(tiny_model_dir, source, monkeypatch):
-    def lost(lease: Lease) -> None:
-        raise OutputLocked("taken over")
-
+    lost = raises(OutputLocked("taken over"))
     progress = Recorder(rows_done(2), lambda: monkeypatch.setattr(Lease, "check", lost))
     with pytest.raises(OutputLocked, match="taken over"):
         run_job(config_of(tiny_model_dir, shard="1/2", flush_every=0.0), progress)
@@ -171,9 +178,7 @@ def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(tiny
 
 
 def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(tiny_model_dir, source, monkeypatch):
-    def full(results: Results) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
+    full = raises(sqlite3.OperationalError("database or disk is full"))
     progress = Recorder(in_phase("generating"), lambda: monkeypatch.setattr(Results, "commit", full))
     with pytest.raises(OutputError) as error:
         run_job(config_of(tiny_model_dir, shard="1/2"), progress)
@@ -213,8 +218,7 @@ def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir, source):
 
 def test_a_running_shard_is_locked(tiny_model_dir, source, monkeypatch):
     shard(tiny_model_dir, "1/2")
-    lease = Lease(place_of(2), "shard 2/2 of o.jsonl")
-    try:
+    with held(place_of(2), "shard 2/2 of o.jsonl"):
         with pytest.raises(OutputLocked, match=r"shard 2/2 of o\.jsonl runs"):
             merge_job("o.jsonl")
         with monkeypatch.context() as patch, pytest.raises(OutputLocked, match="another run holds shard 2/2"):
@@ -225,8 +229,6 @@ def test_a_running_shard_is_locked(tiny_model_dir, source, monkeypatch):
         with pytest.raises(OutputLocked, match="is running with other input or options: limit was not set, is 3"):
             shard(tiny_model_dir, "1/2", limit=3)
         assert [s["state"] for s in job_status("o.jsonl")["shards"]] == ["done", "running"]
-    finally:
-        lease.release()
 
 
 def test_the_merge_names_the_holder_of_a_shard_on_another_machine(tiny_model_dir, source):
@@ -249,14 +251,10 @@ def test_the_merge_names_the_holder_of_a_shard_on_another_machine(tiny_model_dir
 
 def test_a_shard_is_refused_while_a_run_without_shards_holds_the_job(tiny_model_dir, source):
     shard(tiny_model_dir, "1/2")
-    lease = Lease(
-        Path("o.jsonl.job") / CLAIMS, "o.jsonl", unsharded=True
-    )  # held by a run that has not yet taken over the results of the shards
-    try:
-        with pytest.raises(OutputLocked, match=r"a run without --shard holds o\.jsonl \(process"):
-            shard(tiny_model_dir, "2/2")
-    finally:
-        lease.release()
+    # Held by a run that has not yet taken over the results of the shards.
+    running = held(Path("o.jsonl.job") / CLAIMS, "o.jsonl", unsharded=True)
+    with running, pytest.raises(OutputLocked, match=r"a run without --shard holds o\.jsonl \(process"):
+        shard(tiny_model_dir, "2/2")
     assert shard(tiny_model_dir, "2/2", merge=True).shard == ""
 
 
@@ -276,40 +274,33 @@ def test_a_shard_makes_a_new_plan_if_its_plan_is_removed_as_it_starts(tiny_model
 
 
 def test_a_shard_that_ends_during_a_merge_does_not_merge(tiny_model_dir, source, monkeypatch):
-    shard(tiny_model_dir, "1/2")
-    shard(tiny_model_dir, "2/2")
+    halves(tiny_model_dir)
     monkeypatch.setattr("batchgen.job.is_last_shard", lambda *_: True)  # both shards have found that they are the last
-    merging = Lease(Path("o.jsonl.job") / CLAIMS, "the merge of o.jsonl")
-    try:
+    with held(Path("o.jsonl.job") / CLAIMS, "the merge of o.jsonl"):
         assert shard(tiny_model_dir, "2/2", merge=True).shard == "2/2"
-    finally:
-        merging.release()
 
 
 @pytest.mark.slow
 def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir, source):
-    for name in ("1/2", "2/2"):
-        shard(tiny_model_dir, name)
+    halves(tiny_model_dir)
     write(rows(25))
     with pytest.raises(Exception, match=r"in\.jsonl changed while the job was running"):
         merge_job("o.jsonl")
-    assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == 1
+    assert sum(report.stats["rows"] for report in halves(tiny_model_dir)) == 1
     check_merged(tiny_model_dir)
 
 
 def test_a_merge_killed_while_it_removes_the_shards_is_complete(tiny_model_dir, source, monkeypatch):
-    shard(tiny_model_dir, "1/2")
-    shard(tiny_model_dir, "2/2")
+    halves(tiny_model_dir)
 
     def removing(path: Path, **options: Any) -> None:
         for inside in Path(path).glob("*/*/*"):
             inside.unlink()  # everything except the plan
         raise Killed
 
-    with monkeypatch.context() as killing:
+    with monkeypatch.context() as killing, pytest.raises(Killed):
         killing.setattr("shutil.rmtree", removing)
-        with pytest.raises(Killed):
-            merge_job("o.jsonl")
+        merge_job("o.jsonl")
     assert merge_job("o.jsonl").already_finished
     assert not [path for path in Path("o.jsonl.job").iterdir() if path.name in WORK_FILES]
     assert shard(tiny_model_dir, "1/2").already_finished
@@ -362,8 +353,7 @@ def test_shards_in_a_folder_on_an_object_store_are_refused_before_anything_is_wr
 
 
 def test_a_shard_whose_figures_are_damaged_runs_again(tiny_model_dir, source):
-    for name in ("1/2", "2/2"):
-        shard(tiny_model_dir, name)
+    halves(tiny_model_dir)
     for damage in (None, b"", b"{}", b'{"job": {"finish_reasons": 1, "seconds": {}}}'):
         figures = place_of(1) / "stats.json"
         figures.unlink()

@@ -51,6 +51,15 @@ def read_counts(progress: Recorder) -> list[int]:
     return [rows for rows, _ in groupby(passed)]
 
 
+def check_goes_on(config: JobConfig, source: Path) -> tuple[Recorder, dict[str, Any]]:
+    """Runs the job to its end, and compares its output with that of a job that nothing has stopped. Returns what it told, and its figures."""
+    progress = Recorder()
+    stats = run_job(config, progress).stats
+    run_job(expected := replace(config, output=str(source.with_name("expected.jsonl"))))
+    assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
+    return progress, stats
+
+
 def stopped(config: JobConfig, done: int) -> Path:
     """Runs the job and interrupts it when `done` rows are done. Returns the job's folder."""
     with pytest.raises(Interrupted):
@@ -75,26 +84,20 @@ def test_several_windows_give_the_output_and_the_prefill_of_one(sampling, tiny_m
 
 def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir, write_jsonl):
     source = write_jsonl([*shuffled(60), {"prompt": ""}, {"other": 1}])
-    expected = config_of(tiny_model_dir, source, "expected.jsonl")
-    run_job(expected)
     config = config_of(tiny_model_dir, source)
     folder = stopped(config, 25)
     assert list((folder / "sorted").iterdir())
-    progress = Recorder()
-    stats = run_job(config, progress).stats
+    progress, stats = check_goes_on(config, source)
     assert read_counts(progress) == [*range(4, 62, 4), 62]  # only the second reading
     assert stats["rows_resumed"] >= 20
     assert stats["job"] | {"seconds": 0} == stats["job"] | {
         "seconds": 0, "rows": 62, "rows_ok": 61, "rows_failed": 1, "runs": 2,
     }  # fmt: skip
-    assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
 
 
 @pytest.mark.parametrize("damage", slow_but(["flipped"], ["gone", "cut", "flipped"]))
 def test_damaged_sorted_requests_are_made_again(damage, tiny_model_dir, write_jsonl):
     source = write_jsonl([*shuffled(40), {"other": 1}])
-    expected = config_of(tiny_model_dir, source, "expected.jsonl")
-    run_job(expected)
     config = config_of(tiny_model_dir, source)
     path = stopped(config, 25) / "sorted" / "run-00002"
     data = bytearray(path.read_bytes())
@@ -103,10 +106,7 @@ def test_damaged_sorted_requests_are_made_again(damage, tiny_model_dir, write_js
         path.unlink()
     else:
         path.write_bytes(data if damage == "flipped" else data[:-9])
-    progress = Recorder()
-    run_job(config, progress)
-    assert read_counts(progress).count(41) == 2
-    assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
+    assert read_counts(check_goes_on(config, source)[0]).count(41) == 2
 
 
 @pytest.mark.parametrize(

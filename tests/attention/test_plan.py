@@ -9,7 +9,7 @@ def blocks_of(plan):
     return [row[::4].tolist() for part in plan.causal for row in part.kv_indices // 4]
 
 
-def test_a_node_is_one_shared_part_of_all_below_it():
+def test_a_node_is_one_shared_part_of_all_below_it_unless_it_is_too_small():
     root = sim.node(0, 12)
     spans = [sim.scheduled([0, 1, 2, 9 - i], 12 + i, 13 + i, root) for i in range(3)]
     plan = plan_attention(spans, 4, shared_reads=9)
@@ -19,11 +19,6 @@ def test_a_node_is_one_shared_part_of_all_below_it():
     assert causal.q_positions.tolist() == [[12], [13], [14]]
     assert causal.kv_indices.tolist() == [[36, 37, 38, 39], [32, 33, 34, 35], [28, 29, 30, 31]]
     assert causal.k_positions.tolist() == [[12, 13, 14, 15]] * 3
-
-
-def test_too_small_a_run_is_read_through_the_block_tables():
-    root = sim.node(0, 12)
-    spans = [sim.scheduled([0, 1, 2, 9 - i], 12 + i, 13 + i, root) for i in range(3)]
     plan = plan_attention(spans, 4, shared_reads=10)
     assert plan.shared == ()
     assert blocks_of(plan) == [[0, 1, 2, 9], [0, 1, 2, 8], [0, 1, 2, 7]]

@@ -566,23 +566,23 @@ def test_layers_that_guess_further_tokens_and_keys_that_no_layer_uses_are_left_o
         assert len(log_probabilities(file)) == len(IDS) - 1
 
 
+def refusal(module: Any, file: Path, architecture: str) -> str:
+    with torch.no_grad():
+        write_whole_model(module, file, architecture)
+    with pytest.raises(ModelError) as e:
+        LLM(file, dtype="float32")
+    return str(e.value)
+
+
 def test_a_file_of_apertus_without_the_parameters_of_its_activation_is_refused(tmp_path):
     module = original("apertus", rope_parameters=LLAMA3)
     del module.model.layers[1].mlp.act_fn
-    with torch.no_grad():
-        file = write_whole_model(module, tmp_path / "m.gguf", "apertus")
-    with pytest.raises(ModelError) as e:
-        LLM(file, dtype="float32")
-    assert "model.layers.1.mlp.act_fn.alpha_n" in str(e.value)
+    assert "model.layers.1.mlp.act_fn.alpha_n" in refusal(module, tmp_path / "m.gguf", "apertus")
 
 
 def test_a_weight_that_the_model_does_not_have_is_refused(tmp_path):
     module = original("qwen2")
     module.model.layers[1].self_attn.o_proj = torch.nn.Linear(32, 32)
-    with torch.no_grad():
-        file = write_whole_model(module, tmp_path / "m.gguf", "qwen2")
-    with pytest.raises(ModelError) as e:
-        LLM(file, dtype="float32")
-    assert str(e.value) == (
-        f"{file} has a weight that batchgen does not use: blk.1.attn_output.bias; give the model in the format of transformers"
+    assert refusal(module, tmp_path / "m.gguf", "qwen2") == (
+        f"{tmp_path}/m.gguf has a weight that batchgen does not use: blk.1.attn_output.bias; give the model in the format of transformers"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,7 @@ from batchgen.model.weights import packed
 from batchgen.model.weights.streamed import decoder_layers, tensors_in
 from batchgen.model_files import adapter_folder
 from support.late import late
-from support.models import (
-    build,
-    engine_for,
-    generate_all,
-    kernels,
-    load_folder,
-    tokens_of,
-)
+from support.models import build, engine_for, generate_all, kernels, load_folder, tokens_of
 from support.params import slow_but
 from support.quantized import dequantized, make
 from support.wrappers import text_model
@@ -70,6 +64,12 @@ def add_to(model: Any, folder: Path, **options: Any) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     adapted.save_pretrained(folder / "adapter")
     return adapted.eval()
+
+
+def rewrite(folder: Path, kept: Callable[[str], str]) -> None:
+    """Gives the adapter's tensors other names; those whose name becomes empty are gone."""
+    path = folder / "adapter" / "adapter_model.safetensors"
+    save_file({kept(name): tensor for name, tensor in load_file(path).items() if kept(name)}, path, {"format": "pt"})
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -119,9 +119,7 @@ def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model
     expected = generate_all(adapted, PROMPTS, LENGTHS)
     assert tokens(load(tmp_path)) == expected
     # With older names, which peft converts, too.
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    new, old = ".model.language_model.layers.", ".language_model.model.layers."
-    save_file({n.replace(new, old): t for n, t in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    rewrite(tmp_path, lambda name: name.replace(".model.language_model.layers.", ".language_model.model.layers."))
     assert tokens(load(tmp_path)) == expected
 
 
@@ -234,9 +232,7 @@ def test_an_adapter_of_separate_experts_is_merged_into_a_joint_tensor(tmp_path):
 
 def test_an_adapter_with_older_names_of_multimodal_models_is_refused_with_the_reason(tmp_path):
     write(text_model("qwen2_5_vl"), tmp_path)
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    old = {name.replace("model.language_model.layers", "model.layers"): t for name, t in load_file(weights).items()}
-    save_file(old, weights, metadata={"format": "pt"})
+    rewrite(tmp_path, lambda name: name.replace("model.language_model.layers", "model.layers"))
     assert refusal(tmp_path).endswith(
         "give the model that the adapter was trained for; or, if transformers before 4.52 saved the adapter, rename its tensors as in this model"
     )
@@ -253,8 +249,7 @@ def test_an_adapter_that_lacks_tensors_is_refused(tmp_path):
         "give the model that the adapter was trained for, or the whole adapter"
     )
     write(build("llama"), tmp_path)
-    path = folder / "adapter_model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(path).items() if "v_proj.lora_B" not in name}, path)
+    rewrite(tmp_path, lambda name: "" if "v_proj.lora_B" in name else name)
     assert "it lacks 2 of the 8 tensors" in refusal(tmp_path)
 
 
@@ -279,18 +274,20 @@ def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path):
     write(build("llama"), tmp_path)
     path = tmp_path / "adapter" / "adapter_config.json"
     settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | {"target_modules": "("}))
-    assert "cannot be merged: missing ), unterminated subpattern" in refusal(tmp_path)
-    path.write_text(json.dumps(settings | {"init_lora_weights": "pissa_niter_4"}))
-    assert "peft starts it with other numbers in each load (init_lora_weights pissa_niter_4)" in refusal(tmp_path)
-    path.write_text(json.dumps(settings | {"layer_replication": [[0, 2], [1, 2]]}))
-    assert "cannot be merged: it adds layers (layer_replication)" in refusal(tmp_path)
-    path.write_text(json.dumps(settings | {"peft_type": "IA3"}))
-    assert "is of type IA3, and only LORA can be used" in refusal(tmp_path)
+    for change, why in (
+        ({"target_modules": "("}, "cannot be merged: missing ), unterminated subpattern"),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "peft starts it with other numbers in each load (init_lora_weights pissa_niter_4)",
+        ),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "cannot be merged: it adds layers (layer_replication)"),
+        ({"peft_type": "IA3"}, "is of type IA3, and only LORA can be used"),
+    ):
+        path.write_text(json.dumps(settings | change))
+        assert why in refusal(tmp_path)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
-    assert "has no adapter_model.safetensors; give the folder that peft's save_pretrained has written" in refusal(
-        tmp_path
-    )
+    why = "has no adapter_model.safetensors; give the folder that peft's save_pretrained has written"
+    assert why in refusal(tmp_path)
 
 
 def test_an_adapter_folder_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path):

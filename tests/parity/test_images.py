@@ -104,17 +104,21 @@ class Sees:
         self.folder = folder
         for number, size in SIZES.items():
             picture(number, *size).save(folder / f"{number}.png")
-        config = ModelConfig(model=str(folder), device=device, dtype="float32")
-        self.tokenizer: LoadedTokenizer = load_tokenizer(config)
-        self.model: Any = load_model(config, self.tokenizer)
+        self.tokenizer: LoadedTokenizer = load_tokenizer(self.config(device=device))
+        self.model: Any = self.load(device=device)
+
+    def config(self, **options: Any) -> ModelConfig:
+        return ModelConfig(**{"model": str(self.folder), "device": "cpu", "dtype": "float32"} | options)
+
+    def load(self, **options: Any) -> Any:
+        return load_model(self.config(**options), self.tokenizer)
+
+    def rows(self, conversations: list[Messages]) -> list[Row]:
+        return [Row(i, {"messages": with_files(m, self.folder)}, None, "") for i, m in enumerate(conversations)]
 
     def build(self, conversations: list[Messages], **params: Any) -> list[Request]:
         sampling = SamplingParams(**({"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True} | params))
-        rows = [
-            Row(i, {"messages": with_files(messages, self.folder)}, None, "")
-            for i, messages in enumerate(conversations)
-        ]
-        built = PromptBuilder(self.tokenizer, PromptConfig(), sampling).build(rows)
+        built = PromptBuilder(self.tokenizer, PromptConfig(), sampling).build(self.rows(conversations))
         assert not [one for one in built if isinstance(one, Result)], built
         return built  # type: ignore[return-value]
 
@@ -127,6 +131,9 @@ class Sees:
                 self.model, self.tokenizer, EngineConfig(**config | {"kv_memory": memory_for(engine, longest + 1)})
             )
         return engine
+
+    def check(self, results: list[Result]) -> None:
+        assert [list(result.token_ids) for result in results] == [tokens for _, tokens in self.expected()]
 
     @cache  # noqa: B019 - lives as long as the test's parameter
     def expected(self) -> list[tuple[list[int], list[int]]]:
@@ -166,7 +173,7 @@ def test_rows_with_images_write_what_generate_writes(sees, mode):
     sees.model.vision.encoded = 0
     results = run(engine, requests, share=MODES[mode].get("share", True))
     assert [result.error_message for result in results] == [None] * len(results)
-    assert [list(result.token_ids) for result in results] == [tokens for _, tokens in expected]
+    sees.check(results)
     if mode in ("all at once", "nothing shared"):  # each image is encoded once, and each shared token runs once
         assert sees.model.vision.encoded == len({shown.token for request in requests for shown in request.images})
         _, plan = plan_requests(requests, 16)
@@ -182,7 +189,7 @@ def test_rows_with_images_write_what_generate_writes(sees, mode):
 )
 def test_log_probabilities_of_a_row_with_images_are_the_same_alone_and_in_every_job(sees, dtype):
     other = copy(sees)
-    other.model = load_model(ModelConfig(model=str(sees.folder), device="cpu", dtype=dtype), sees.tokenizer)
+    other.model = sees.load(dtype=dtype)
     some = CONVERSATIONS if FULL else CONVERSATIONS[1:3] + CONVERSATIONS[6:]
     requests = other.build(some, logprobs=3, max_tokens=TOKENS if FULL else 4)
     torch.set_num_threads(1)
@@ -198,12 +205,11 @@ def test_log_probabilities_of_a_row_with_images_are_the_same_alone_and_in_every_
     "sees", slow_but(["gemma4/whole"], ["gemma3", "gemma4/whole", "qwen2_5_vl", "qwen3_vl"]), indirect=True
 )
 def test_plain_torch_writes_the_same(sees):
-    model = load_model(
-        ModelConfig(model=str(sees.folder), device="cpu", dtype="float32", compile="off"), sees.tokenizer
+    engine = Engine(
+        sees.load(compile="off"), sees.tokenizer, EngineConfig(kv_memory="64MiB", debug=True, max_batch_tokens=40)
     )
-    engine = Engine(model, sees.tokenizer, EngineConfig(kv_memory="64MiB", debug=True, max_batch_tokens=40))
     results = run(engine, sees.build(CONVERSATIONS))
-    assert [list(result.token_ids) for result in results] == [tokens for _, tokens in sees.expected()]
+    sees.check(results)
 
 
 @pytest.mark.parametrize("sees", slow_but(["qwen2_5_vl"], sorted(FAMILIES)), indirect=True)
@@ -256,11 +262,8 @@ def test_a_template_writes_the_prompt_that_the_processor_of_got_ocr_writes(sees)
     ("sees", "mark"), slow_but([], [("ovis2", "<IMG_COL>"), ("minicpmv4_7", "<image>")]), indirect=["sees"]
 )
 def test_text_with_a_mark_of_images_fails_its_row(sees, mark):
-    rows = [
-        Row(i, {"messages": with_files(messages, sees.folder)}, None, "")
-        for i, messages in enumerate([user(image(0), text(f"What is {mark}?")), user(image(0), text("What is this?"))])
-    ]
-    failed, built = PromptBuilder(sees.tokenizer, PromptConfig(), SamplingParams(max_tokens=1)).build(rows)
+    asked = [user(image(0), text(f"What is {mark}?")), user(image(0), text("What is this?"))]
+    failed, built = PromptBuilder(sees.tokenizer, PromptConfig(), SamplingParams(max_tokens=1)).build(sees.rows(asked))
     assert isinstance(failed, Result)
     assert (failed.error_type, failed.error_message) == (
         "invalid_row",
@@ -269,15 +272,22 @@ def test_text_with_a_mark_of_images_fails_its_row(sees, mark):
     assert isinstance(built, Request)
 
 
+FILE = ImageFile("0.png", b"0", *SIZES[0], "it")
+
+
+def refuses(processor: ImageProcessor, why: str) -> None:
+    with pytest.raises(RowError, match=why) as failed:
+        processor.image(FILE, alone=True)
+    assert failed.value.type == "unsupported_content"
+
+
 @pytest.mark.parametrize("sees", slow_but([], ["minicpm_ocr"]), indirect=True)
 def test_an_image_whose_number_of_tokens_depends_on_its_contents_fails_its_row(sees, tmp_path):
     shutil.copytree(sees.folder, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"small_image_upsize": "adaptive"}))
     processor = ImageProcessor(ModelConfig(model=str(tmp_path)), sees.tokenizer)
-    with pytest.raises(RowError, match="depends on its contents") as failed:
-        processor.image(ImageFile("0.png", b"0", *SIZES[0], "it"), alone=True)
-    assert failed.value.type == "unsupported_content"
+    refuses(processor, "depends on its contents")
 
 
 @pytest.mark.parametrize("sees", slow_but([], ["minicpmv4_7"]), indirect=True)
@@ -285,9 +295,7 @@ def test_an_image_among_marks_that_the_configuration_does_not_name_fails_its_row
     config = deepcopy(sees.tokenizer.hf_config)
     config.newline_id = None
     processor = ImageProcessor(ModelConfig(model=str(sees.folder)), replace(sees.tokenizer, hf_config=config))
-    with pytest.raises(RowError, match="lacks ids of the tokens around images") as failed:
-        processor.image(ImageFile("0.png", b"0", *SIZES[0], "it"), alone=True)
-    assert failed.value.type == "unsupported_content"
+    refuses(processor, "lacks ids of the tokens around images")
 
 
 LINES: list[list[list[int] | int]] = [
@@ -336,8 +344,7 @@ def test_positions_on_a_canvas_are_those_of_the_model(sees):
 
 @QWEN
 def test_text_rows_do_not_load_the_encoder(sees):
-    config = ModelConfig(model=str(sees.folder), device="cpu", dtype="float32")
-    model = load_model(config, sees.tokenizer)
+    model = sees.load()
     engine = Engine(model, sees.tokenizer, EngineConfig(kv_memory="64MiB"))
     (result,) = run(engine, sees.build(CONVERSATIONS[:1]))
     assert list(result.token_ids) == sees.expected()[0][1]
@@ -360,7 +367,7 @@ def test_features_beyond_the_limit_are_encoded_again(sees, limit, monkeypatch):
     }
     sees.model.vision.encoded = 0
     results = run(sees.engine(), requests)
-    assert [list(result.token_ids) for result in results] == [tokens for _, tokens in sees.expected()]
+    sees.check(results)
     assert len({image.token for r in requests for image in r.images}) < sees.model.vision.encoded <= len(prefixes)
 
 
@@ -405,12 +412,11 @@ def test_images_of_resident_nodes_are_not_prepared_again(sees, monkeypatch):
 @QWEN
 def test_a_limit_of_pixels_is_that_of_the_processor(sees):
     """Pictures 1 to 3 have more pixels than the limit, picture 0 has fewer."""
-    limited = copy(sees)
-    config = ModelConfig(model=str(sees.folder), device="cpu", dtype="float32", image_max_pixels=28 * 28 * 5)
-    limited.tokenizer = load_tokenizer(config)
-    limited.model = load_model(config, limited.tokenizer)
+    limited, limit = copy(sees), 28 * 28 * 5
+    limited.tokenizer = load_tokenizer(sees.config(image_max_pixels=limit))
+    limited.model = limited.load(image_max_pixels=limit)
     requests = limited.build(CONVERSATIONS)
-    size = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 5}
+    size = {"shortest_edge": 28 * 28 * 4, "longest_edge": limit}
     expected = [
         sees.reference.generate(
             messages, [picture(n, *SIZES[n]) for n in shown], TOKENS, **({"size": size} if shown else {})
@@ -427,9 +433,10 @@ def test_a_processor_class_that_transformers_does_not_know_is_that_of_the_type(s
     """As in `AutoProcessor`. Checkpoints that came with code of their own name it."""
     shutil.copytree(sees.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "QwenOfTheirOwn"}))
-    file = ImageFile("0.png", b"0", *SIZES[0], "it")
-    _, expected = ImageProcessor(ModelConfig(model=str(sees.folder)), sees.tokenizer).image(file, alone=True)
-    _, layout = ImageProcessor(ModelConfig(model=str(tmp_path)), sees.tokenizer).image(file, alone=True)
+    folders = (sees.folder, tmp_path)
+    expected, layout = (
+        ImageProcessor(ModelConfig(model=str(f)), sees.tokenizer).image(FILE, alone=True)[1] for f in folders
+    )
     assert layout == expected
 
 
@@ -439,9 +446,8 @@ def test_an_image_longer_than_the_sliding_window_that_its_tokens_see_beyond_is_r
     folder = shutil.copytree(sees.folder, tmp_path / "model")
     config["text_config"]["sliding_window"] = 12
     (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(ModelConfig(model=str(folder), device="cpu", dtype="float32"))
-    rows = [Row(0, {"messages": with_files(CONVERSATIONS[1], sees.folder)}, None, "")]
-    (failed,) = PromptBuilder(tokenizer, PromptConfig(), SamplingParams()).build(rows)
+    tokenizer = load_tokenizer(sees.config(model=str(folder)))
+    (failed,) = PromptBuilder(tokenizer, PromptConfig(), SamplingParams()).build(sees.rows(CONVERSATIONS[1:2]))
     assert isinstance(failed, Result)
     assert failed.error_type == "invalid_image"
     why = r"^the image '.*\.png' of messages\[\d\]\.content\[\d\] has 16 tokens, and the model takes at most 12, the length of its sliding window$"
@@ -464,8 +470,7 @@ def test_generated_marks_of_images_go_to_the_experts_for_text(sees, tmp_path):
     head[mark] = before
     assert any(mark in tokens[:-1] for _, tokens in expected)
     often.folder = tmp_path
-    config = ModelConfig(model=str(tmp_path), device="cpu", dtype="float32")
-    often.model = load_model(config, often.tokenizer)
+    often.model = often.load()
     for mode in ("all at once", "memory short"):
         results = run(often.engine(**MODES[mode]), often.build(CONVERSATIONS))
         assert [list(result.token_ids) for result in results] == [tokens for _, tokens in expected]
