@@ -23,14 +23,14 @@ from batchgen.model.weights.streamed import decoder_layers, tensors_in
 from batchgen.model_files import adapter_folder
 from support.late import late
 from support.models import build, engine_for, generate_all, kernels, load_folder, tokens_of
-from support.params import slow_but
+from support.params import FULL, slow_but
 from support.quantized import dequantized, make
 from support.wrappers import text_model
 
 peft = late("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns of transformers and torch
 PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12]]
-LENGTHS = [12, 5, 20]
+LENGTHS = [12, 5, 20] if FULL else [5, 3, 9]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rsLoRA": {"use_rslora": True},
