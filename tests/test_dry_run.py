@@ -20,6 +20,8 @@ from batchgen.prompts import load_tokenizer
 from batchgen.records.inputs import PIPE_WINDOW_ROWS
 from support.progress import Recorder, in_phase, interrupt
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ROOT = "All rows begin with this text, which is more than a chunk. "
 SAMPLED = SamplingParams(max_tokens=2, temperature=1.0)  # equal rows have results of their own
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]

@@ -11,6 +11,8 @@ import pytest
 from support.hub import TOKEN, FakeRepo, fake_hub
 from support.records import json_rows
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 @pytest.fixture
 def hub(monkeypatch):

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.records import json_rows
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SHARED = "All of these begin with the same words, and then "
 ROWS = [{"prompt": f"{SHARED}{what}", "completion": f" they are {what}"} for what in ("red", "green", "red", "blue")]
 ROWS += [{"prompt": SHARED, "completion": "x"}, {"prompt": "", "completion": ""}]

@@ -14,6 +14,8 @@ from batchgen.result import Result
 from batchgen.stats import EngineStats, RunFigures, Setting, figures
 from support.hub import READ_ONLY, TOKEN, FakeRepo, fake_hub
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ROWS = [{"prompt": f"row {i}", "kind": {"name": "a", "tags": [i]}} for i in range(3)]
 SHARD = "data/train-00000-of-00001.parquet"
 

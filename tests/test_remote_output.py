@@ -7,6 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 PROMPTS = ["one", "two", "three"]
 
 

@@ -16,6 +16,8 @@ from batchgen import JobConfig, SamplingParams, run_job
 from batchgen.prompts import encoding
 from batchgen.records.jsonl import MAX_DEPTH
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 Row = dict[str, Any]
 Run = Callable[..., list[Row]]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 def test_a_dry_run_prints_what_plan_prints(cli, write_jsonl, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(

@@ -11,6 +11,8 @@ from batchgen.scheduling.duration import Estimate
 from batchgen_cli.plan import time_lines
 from batchgen_cli.stderr import for_encoding
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
 TIME_UNKNOWN = (

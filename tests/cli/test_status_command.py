@@ -10,6 +10,8 @@ import pytest
 
 from batchgen_cli.status import status_lines
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 NOW = dt.datetime(2026, 3, 4, 5, 6, 10, tzinfo=dt.UTC)
 WHO = {"pid": 12, "host": "here", "started": "2026-03-04T05:00:00+00:00", "alive": True}
 FIGURES = """

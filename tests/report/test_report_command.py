@@ -12,6 +12,8 @@ from batchgen import JobConfig, plan_job, report_job, run_job
 from support.reports import parsed
 from support.runs import Runs
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
 

@@ -24,7 +24,7 @@ from batchgen.engine.engine import Engine
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model import loader
 from batchgen.model.adapter import prepare
-from batchgen.prompts import LoadedTokenizer
+from batchgen.prompts import LoadedTokenizer, load_tokenizer
 from batchgen.prompts.tokenizer import load_config
 from batchgen.request import Request, row_digest, row_key
 from batchgen.result import Result
@@ -246,11 +246,15 @@ def load_folder(folder: Path, *, texts: Any = (), **options: Any) -> Any:
 
 
 _loaded: dict[Any, Any] = {}
+_load_tokenizer_once = cache(load_tokenizer)
 
 
 def load_once(patch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """The models of these folders are loaded once for each of their options. One that sees forgets what it saw before."""
+    """The models of these folders and their tokenizers are loaded once for each of their options. One that sees forgets what it saw before."""
     load, once = loader.load_model, set(map(str, folders))
+
+    def tokenizer_kept(config: ModelConfig) -> LoadedTokenizer:
+        return (_load_tokenizer_once if config.model in once else load_tokenizer)(config)
 
     def load_kept(config: ModelConfig, tokenizer: Any, processes: int = 1, texts: Any = ()) -> Any:
         if config.model not in once or config.quantize != "none":
@@ -264,6 +268,8 @@ def load_once(patch: pytest.MonkeyPatch, *folders: Path) -> None:
         return _loaded[config, processes]
 
     patch.setattr(loader, "load_model", load_kept)
+    for module in ("dry_run", "job_setup", "llm"):
+        patch.setattr(f"batchgen.{module}.load_tokenizer", tokenizer_kept)
 
 
 @dataclass(frozen=True, eq=False)
