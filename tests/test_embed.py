@@ -11,6 +11,7 @@ import pytest
 
 from batchgen import LLM, PromptConfig
 from support.embedders import QUERY, save_classifier, save_embedder
+from support.models import load_once
 from support.params import slow_but
 from support.records import json_rows
 
@@ -28,6 +29,11 @@ def last(tmp_path_factory):
 def mean(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "mean"
     return save_embedder(folder, pooling={"pooling_mode": "mean"}, normalize=False, prompt_name="query")
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(last, mean, monkeypatch):
+    load_once(monkeypatch, last, mean)
 
 
 def expected(folder, texts, *, mean=False, normalize=True):

@@ -20,7 +20,7 @@ SHARED = "A shared prefix that is long enough for several chunks of sixteen toke
 
 
 @pytest.fixture
-def llm(tiny_model_dir: Path) -> LLM:
+def llm(tiny_model_dir: Path, loaded_once: None) -> LLM:
     return LLM(tiny_model_dir)
 
 
@@ -194,7 +194,8 @@ def test_callbacks_and_second_threads_are_refused_and_add_no_prompts(llm):
     assert llm.generate(["a"], PARAMS) == want
 
 
-def test_a_closed_model_is_freed_at_once(llm):
+def test_a_closed_model_is_freed_at_once(tiny_model_dir):
+    llm = LLM(tiny_model_dir)
     llm.generate(["a"], SamplingParams(max_tokens=1))
     parts = {name: weakref.ref(part) for name, part in llm.engine.runner.model.module.named_modules()}
     gc.disable()  # a collection could free it otherwise

@@ -9,8 +9,6 @@ import pytest
 
 from batchgen_cli.stderr import wants_json
 
-pytestmark = pytest.mark.usefixtures("loaded_once")
-
 
 def events(err: str) -> list[dict[str, Any]]:
     assert err.isascii()
