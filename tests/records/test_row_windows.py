@@ -122,7 +122,7 @@ def test_a_parquet_file_of_long_rows_is_read_a_few_at_a_time(monkeypatch):
 
 def rows_of(window, output="o.jsonl", *, once=False, order="input") -> int | None:
     source = SimpleNamespace(is_read_once=lambda: once, files=[SimpleNamespace(shown="<stdin>")])
-    return window_rows(JobConfig(inputs="x.jsonl", model="m", window=window, order=order), source, output)
+    return window_rows(JobConfig(inputs="x.jsonl", model="m", output=output, window=window, order=order), source)
 
 
 def test_files_are_sorted_as_a_whole_and_streams_run_in_windows():
