@@ -444,7 +444,6 @@ def stack_forward(
         and attention_mask is None
         and use_cache is False
         and position_ids is not None
-        and position_ids.dim() == 2
         and all(value is None or value is False for name, value in kwargs.items() if name != "step_attention")
         and not any(part._forward_hooks or part._forward_pre_hooks for part in (*self.layers, self.stack.norm))
     )

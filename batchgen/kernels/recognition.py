@@ -213,8 +213,6 @@ _KNOWN = {
     "137aea7d45a92d1a": Code.BODY,  # LFM2
     "bd8b85b32611a1d9": Code.BODY,  # Granite, HyperCLOVA X
     "618316a80bb4f5b1": Code.BODY,  # Granite 4 H
-    "b3c03e0a30d5491a": Code.BODY,  # Qwen 3.5
-    "06c66e605d1128e3": Code.BODY,  # Qwen 3.5 in transformers 5.17
 }
 
 

@@ -79,7 +79,7 @@ KINDS = [
 WITHOUT_OWN_KV = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Those whose last two of six layers read the keys and values of others."""
 BY_LAYERS = {
-    "gemma3_text", "exaone4", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_5_moe_text", "gemma4_text",
+    "gemma3_text", "exaone4", "arcee", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "gemma4_text",
     "gemma4_unified_text", "nemotron_h", "lfm2_moe", "granitemoe", "granitemoeshared", "olmoe",
 }  # fmt: skip
 """Those whose layers do not all run in one call."""
