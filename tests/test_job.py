@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import EngineConfig, JobConfig, PromptConfig, SamplingParams, run_job
+from batchgen.engine.engine import Engine
 from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors
 from batchgen.model import loader
 from batchgen.progress import GENERATING
@@ -50,14 +51,15 @@ def whole(tiny_model_dir: Path, write_jsonl: Write) -> Rows:
 @pytest.mark.parametrize("sampling", [{}, {"n": 2}, {"logprobs": 0}])
 def test_rows_that_are_done_are_no_longer_under_way(sampling, tiny_model_dir, write_jsonl, monkeypatch):
     monkeypatch.setattr("batchgen.job.REFRESH_SECONDS", 0.0)
+    # Of prompt and completion tokens: which part of the work has run depends on them, and a busy machine measures others in each run.
+    monkeypatch.setattr(Engine, "prices", (1.0, 20.0))
     progress, engine = Recorder(), EngineConfig(batch_size=2)
     params = SamplingParams(max_tokens=4, ignore_eos=True, **sampling)
     run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), sampling=params, engine=engine), progress)
     generating = [now for now in progress.seen if now.phase == GENERATING]
-    # Two rows run at once; on a busy machine, one or two more are finished and not yet counted.
-    assert max(now.rows_under_way for now in generating if now.rows_done >= 6) <= 4
+    assert max(now.rows_under_way for now in generating if now.rows_done >= 6) <= 2
     assert any(now.rows_under_way for now in generating)
-    assert max(now.percent for now in generating if now.rows_done == 6) <= 100 * 10 / 12
+    assert max(now.percent for now in generating if now.rows_done == 6) <= 100 * 8 / 12
 
 
 def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir, write_jsonl, monkeypatch):

@@ -233,6 +233,7 @@ def _mlp_of(layer: Any) -> Any:
 
 
 def _first_of(layer: Any, *names: str) -> Any:
+    """Returns the first of these parts that a module has; None if it has none of them."""
     return next((part for part in map(layer._modules.get, names) if part is not None), None)
 
 

@@ -633,9 +633,8 @@ class _Prepared:
         self._attentions.append(prepared)
         self._added.append(prepared.call)
         if mixer.gated:
-            self._add(
-                Call(kernel("gate", self._dtype), Gate(activation=Activation.SIGMOID, threads=self._threads)),
-                rows=self._rows, inner=mixer.heads, size=size, x_row=size, gate_row=row, gate_inner=apart,
+            self._gate(
+                Activation.SIGMOID, size, inner=mixer.heads, x_row=size, gate_row=row, gate_inner=apart,
                 x=at.mixed, gate=at.inputs + size * bytes_, y=at.mixed,
             )  # fmt: skip
         return at.mixed
@@ -657,17 +656,15 @@ class _Prepared:
             x=at.q, weight=mixer.taps.data_ptr(), bias=address_of(mixer.bias), out=at.mixed,
         )  # fmt: skip
         self._recurrent.append((index, mixer, convolution, None, None))
-        self._multiply(b, x, at.q, channels, row, row)
+        self._gate(Activation.NONE, channels, x_row=row, gate_row=row, x=x, gate=b, y=at.q)
         self._added.append(Call(kernel("convolve", self._dtype), convolution))
-        self._multiply(at.mixed, c, at.mixed, channels, channels, row)
+        self._gate(Activation.NONE, channels, x_row=channels, gate_row=row, x=at.mixed, gate=c, y=at.mixed)
         return at.mixed
 
-    def _multiply(self, x: int, by: int, y: int, size: int, x_row: int, by_row: int) -> None:
-        """Adds the products of the numbers at x and at `by`, into y."""
-        self._add(
-            Call(kernel("gate", self._dtype), Gate(threads=self._threads)),
-            rows=self._rows, inner=1, size=size, x_row=x_row, gate_row=by_row, x=x, gate=by, y=y,
-        )  # fmt: skip
+    def _gate(self, activation: int, size: int, *, inner: int = 1, **fields: Any) -> None:
+        """Adds the products of x and a gate, `inner` parts of `size` numbers in each row. `fields`: the others of its argument."""
+        call = Call(kernel("gate", self._dtype), Gate(activation=activation, threads=self._threads))
+        self._add(call, rows=self._rows, inner=inner, size=size, **fields)
 
     def _recur(self, index: int, mixer: Recurrence, at: _LayerResults) -> int:
         """Adds the convolution, the recurrence and its gated norm. Returns where the output is."""
@@ -717,11 +714,7 @@ class _Prepared:
         x = self._norm_of_sum(layer, None, at.total, y, at.residual, at.normed)
         width, hidden = of.gate.out_features, layer.o.out_features
         self._product(of.gate, x, at.gated, width, at)
-        self._add(
-            Call(kernel("gate", self._dtype), Gate(threads=self._threads)),
-            rows=self._rows, inner=1, size=width, x_row=_Now.OWN_ROW, gate_row=width, activation=of.activation,
-            x=_Now.OWN, gate=at.gated, y=at.gated,
-        )  # fmt: skip
+        self._gate(of.activation, width, x_row=_Now.OWN_ROW, gate_row=width, x=_Now.OWN, gate=at.gated, y=at.gated)
         self._quantized = None  # the numbers at `gated` before
         self._product(of.projection, at.gated, at.more, hidden, at)
         return self._norm_of(of.norm, at.more, at.normed)

@@ -220,6 +220,19 @@ def test_intact_results_of_a_damaged_database_are_recovered(tmp_path):
         assert not results.stored([bytes([*bytes(15), 1])])
 
 
+def test_a_damaged_result_is_left_out_and_counted_and_the_input_is_read_again(tmp_path):
+    with opened(tmp_path) as results:
+        results.append(KEYS[0], RESULTS[0])
+        results.append(KEYS[5], RESULTS[5])
+        results.set_fact("reading", {"rows": 2})
+    path = tmp_path / "results.sqlite"
+    path.write_bytes(path.read_bytes().replace(b'"plain"', b'"plaim"'))
+    with opened(tmp_path) as results:
+        assert results.damaged == 1
+        assert results.stored(KEYS) == {KEYS[5]: RESULTS[5]}
+        assert results.fact("reading") is None
+
+
 def begun(*token_ids: int, reason: str = "", logprobs: bool = False) -> Completion:
     numbers = tuple(TokenLogprob("x", token, -token / 8) for token in token_ids) if logprobs else None
     return Completion(text="", finish_reason=reason, token_ids=token_ids, logprobs=numbers)
