@@ -161,6 +161,7 @@ inline void multiply(const char* name, int sum, int x, int w) {
 #define TILE_CONFIGURE(shapes) emulated::configure(reinterpret_cast<const uint8_t*>(&shapes))
 #define TILE_RELEASE() emulated::release()
 #define TILE_LOAD(tile, from, stride) emulated::load(tile, from, stride)
+#define TILE_LOAD_ONCE(tile, from, stride) emulated::load(tile, from, stride)
 #define TILE_STORE(tile, to, stride) emulated::store(tile, to, stride)
 #define TILE_ZERO(tile) emulated::zero(tile)
 #define TILE_OPERATION(name, sum, x, w) emulated::multiply(name, sum, x, w)

@@ -16,6 +16,7 @@ constexpr int SIDE = 2 * TILE;  // columns of two tiles
 #define TILE_CONFIGURE(shapes) asm volatile("ldtilecfg %0" ::"m"(shapes))
 #define TILE_RELEASE() asm volatile("tilerelease" ::)
 #define TILE_LOAD(tile, from, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(int64_t(stride)) : "memory")
+#define TILE_LOAD_ONCE(tile, from, stride) asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(int64_t(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(int64_t(stride)) : "memory")
 #define TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
 #define TILE_OPERATION(name, sum, x, w) asm volatile(name " %%tmm" #w ", %%tmm" #x ", %%tmm" #sum ::)
@@ -72,7 +73,7 @@ struct Sums {
         if (LOWER && RIGHT) TILE_STORE(3, right + TILE * row, 4 * row);
     }
     // Adds a tile of x times the weights' columns. Words are two bfloat16 and sums float32, or (INTEGERS) words are four bytes, unsigned
-    // of x and signed of the weights, and sums of 32 bits.
+    // of x and signed of the weights, and sums of 32 bits. Weights are not kept in the first-level cache, so that rows of x stay there.
     template <bool INTEGERS>
     static INLINE void add(const uint32_t* x, int64_t x_row, const uint32_t* left, const uint32_t* right, int64_t w_row) {
 #define TILE_MULTIPLY(sum, x, w)                  \
@@ -82,9 +83,9 @@ struct Sums {
         else                                      \
             TILE_OPERATION("tdpbf16ps", sum, x, w); \
     } while (0)
-        TILE_LOAD(6, left, 4 * w_row);
+        TILE_LOAD_ONCE(6, left, 4 * w_row);
         TILE_LOAD(4, x, 4 * x_row);
-        if (RIGHT) TILE_LOAD(7, right, 4 * w_row);
+        if (RIGHT) TILE_LOAD_ONCE(7, right, 4 * w_row);
         if (LOWER) TILE_LOAD(5, x + TILE * x_row, 4 * x_row);
         TILE_MULTIPLY(0, 4, 6);
         if (RIGHT) TILE_MULTIPLY(1, 4, 7);

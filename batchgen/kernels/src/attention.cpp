@@ -130,6 +130,7 @@ class Tile {
         }
         for (start_ = 0; start_ <= high; start_ += SPAN) {
             gather(start_);
+            if constexpr (is_tiled) plan_fetching(start_ + SPAN, high);
             for (size_t i = 0; i < parts_.size();) {
                 // Parts that have queries in common: usually one part, or shared parts together with the sequences' own.
                 size_t next = i + 1;
@@ -156,6 +157,9 @@ class Tile {
     static constexpr bool is_widened = E::a_words == 2;  // keys and values that many rows read are widened once for all of them
     struct Run {  // neighbouring places in a row of scores
         int begin, end;
+    };
+    struct Words {
+        const uint32_t *begin, *end;
     };
     struct Own {  // queries of one chunk, and its blocks that have not been read yet
         int64_t from, to, block, end;
@@ -249,6 +253,34 @@ class Tile {
             const Keys& some = keys_[i];
             for (int64_t w = 0; w < words_; w++) __builtin_prefetch(some.keys + w * plan_.block_size, 0, 2);
             for (int64_t at = 0; at < 16 / E::per_word * width_; at += 16) __builtin_prefetch(some.values + at, 0, 2);
+        }
+    }
+
+    // Shared keys of the next group come from the second-level cache: they are prefetched while the rows of this group are weighed.
+    void plan_fetching(int64_t start, int64_t high) {
+        ahead_.clear();
+        int64_t lines = 0;
+        const int64_t size = plan_.block_size, key_words = size * words_, value_words = size / E::per_word * width_;
+        for (int64_t i = 0; i < plan_.num_shared; i++) {
+            const int32_t* part = plan_.shared + 5 * i;
+            const int64_t at = part[4], first = std::max<int64_t>(0, (start - at) / size);
+            const int64_t end = std::min<int64_t>(part[1], words_of(std::min(start + SPAN, high + 1) - at, size));
+            if (part[2] >= end_ || part[3] <= begin_ || first >= end) continue;
+            const int64_t block = head_ * layer_.num_blocks + part[0] + first;
+            const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + block * key_words;
+            const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + block * value_words;
+            ahead_.push_back({values, values + (end - first) * value_words});
+            ahead_.push_back({keys, keys + (end - first) * key_words});
+            lines += (end - first) * (key_words + value_words) / 16;
+        }
+        ahead_at_a_time_ = words_of(lines, row(end_, 0));
+    }
+
+    void fetch_ahead() {
+        for (int64_t lines = ahead_at_a_time_; lines > 0 && !ahead_.empty();) {
+            Words& some = ahead_.back();
+            for (; lines > 0 && some.begin < some.end; some.begin += 16, lines--) __builtin_prefetch(some.begin, 0, 2);
+            if (some.begin >= some.end) ahead_.pop_back();
         }
     }
 
@@ -406,15 +438,25 @@ class Tile {
             }
             if (at < run.end) most[0] = max(most[0], load<floats>(row + at));
         }
+        if constexpr (is_tiled) fetch_ahead();
         const float top = std::max(top_[r], largest(max(most[0], most[1])) * factor);
         const float shift = top == -INFINITY ? 0 : top;  // all masked so far: the weights are 0
         floats total = {};
-        for (const Run& run : runs_)
-            for (int at = run.begin; at < run.end; at += LANES) {
-                const floats weight = exp2_of_negative(load<floats>(row + at) * factor - shift);
-                total += weight;
-                store_floats(reinterpret_cast<typename E::a_type*>(row) + at, weight);
+        for (const Run& run : runs_) {
+            typedef typename E::a_type T;
+            T* to = reinterpret_cast<T*>(row);
+            const auto weight = [&](int at) {
+                const floats w = exp2_of_negative<T>(load<floats>(row + at) * factor - shift);
+                total += w;
+                return w;
+            };
+            int at = run.begin;
+            for (; at + 2 * LANES <= run.end; at += 2 * LANES) {
+                const floats first = weight(at), second = weight(at + LANES);
+                store_pair(to + at, first, second);
             }
+            if (at < run.end) store_floats(to + at, weight(at));
+        }
         if (top != top_[r]) {
             const float scale = top_[r] == -INFINITY ? 0.0f : std::exp2(top_[r] - top);
             total_[r] *= scale;
@@ -486,8 +528,7 @@ class Tile {
     }
 
 #if defined(BATCHGEN_AMX)
-    // `score` and `add` by tiles, for up to TILED_ROWS rows. The next keys and values are prefetched while the present ones are multiplied;
-    // otherwise tiles would wait for the second-level cache.
+    // `score` and `add` by tiles, for up to TILED_ROWS rows.
     void score(int rows, int64_t r, float* scores, const Keys* keys, int n) {
         const int64_t depth = std::min<int64_t>(TILE, words_ & -words_);  // the largest power of 2 up to TILE that divides the words of a head
         tiles_.set(std::min(rows, TILE), std::max(0, rows - TILE), depth);
@@ -498,14 +539,7 @@ class Tile {
     INLINE void score_tiles(int64_t r, float* scores, const Keys* keys, int n, int64_t depth) {
         const uint32_t* q = &q_[r * words_];
         int i = 0;
-        for (; i + 2 <= n; i += 2) {
-            if (i + 4 <= n)
-                for (int64_t w = 0; w < words_; w++) {
-                    __builtin_prefetch(keys[i + 2].keys + w * plan_.block_size, 0, 3);
-                    __builtin_prefetch(keys[i + 3].keys + w * plan_.block_size, 0, 3);
-                }
-            score_columns<LOWER, true>(q, scores, keys[i], keys[i + 1], depth);
-        }
+        for (; i + 2 <= n; i += 2) score_columns<LOWER, true>(q, scores, keys[i], keys[i + 1], depth);
         if (i < n) score_columns<LOWER, false>(q, scores, keys[i], keys[i], depth);
     }
 
@@ -534,11 +568,6 @@ class Tile {
         Some::load(sums, sums + TILE, width_);
         for (int i = 0; i < n; i += unit_ / 16) {
             const uint32_t* values = keys[i].values + c;
-            if (const int next = i + unit_ / 16; next < n)
-                for (int64_t w = 0; w < unit_ / 2; w++) {
-                    __builtin_prefetch(keys[next].values + c + w * width_, 0, 3);
-                    if (RIGHT) __builtin_prefetch(keys[next].values + c + TILE + w * width_, 0, 3);
-                }
             Some::template add<false>(weights + keys[i].place * 8, ROW, values, values + TILE, width_);
         }
         Some::store(sums, sums + TILE, width_);
@@ -577,6 +606,8 @@ class Tile {
     std::vector<Keys> keys_;   // of all its parts
     std::vector<Keys> some_;   // of several parts, side by side
     std::vector<Run> runs_;
+    std::vector<Words> ahead_;  // that have not been prefetched
+    int64_t ahead_at_a_time_ = 0;  // lines of 64 bytes for each row
     int64_t start_ = 0;  // position of the group's first key
     int64_t begin_ = 0, end_ = 0, head_ = 0;
 };

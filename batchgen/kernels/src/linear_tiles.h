@@ -7,78 +7,112 @@
 
 namespace {
 
-constexpr int64_t TILE_DEPTH = 512;    // words of the inner dimension that are summed at a time
-constexpr int64_t MIN_TILES = 150;  // products of 16 rows, 16 words and a panel, about 0.2 us each, that are worth a thread
+constexpr int64_t TILE_DEPTH = 256;  // words of the inner dimension that are summed at a time: those of 32 rows of x stay in the first-level cache
+constexpr int64_t MIN_TILES = 150;  // products of 16 rows, 16 words and a panel, about 0.1 us each, that are worth a thread
+// Rows of x that are a multiple of so many words apart (2 KB) share a part of the first-level cache, so they are copied.
+constexpr int64_t CROWDED_ROW = 512, COPIED_ROW = TILE_DEPTH + TILE;
+constexpr int64_t MAX_PANELS = 4;  // of a task, which read the same rows of x one after the other
 
-// One thread's tasks: each is some rows of x times a panel.
+// One thread's tasks: each is some rows of x times `group` panels.
 template <class E, class T>
 class TileTask {
    public:
-    explicit TileTask(const Product& p) : all_(p), p_(p) {
+    typedef ProductTasks::Task Task;
+    TileTask(const Product& p, int64_t group) : all_(p), p_(p), group_(group), panels_(computed_panels(p)) {
         const int64_t last = p.words - (p.words - 1) / TILE_DEPTH * TILE_DEPTH;
         rows_at_a_time_ = (SIDE - 1) / std::max<int64_t>(1, last / TILE * (WIDTH / SIDE)) + 1;
     }
 
-    // Computes a task, and prefetches the weights of panel `next` of all experts, unless it is -1. Vectors finish a row while the matrix unit works
-    // on the rows after it.
-    void run(const ProductTasks::Task& task, int64_t next) {
-        const int64_t panel = task.panel, begin = task.begin, end = task.end;
-        plan_fetching(end - begin, next);
+    // Computes a task, and prefetches the first weights of the next one unless that is null. Vectors finish a row while the matrix unit works on
+    // later rows or panels.
+    void run(const Task& task, const Task* next) {
         p_ = of_expert(all_, task.expert, panels_of(all_));
-        panel_ = panel, begin_ = finished_ = summed_ = begin, end_ = end;
+        first_ = task.panel * group_, count_ = std::min(group_, panels_ - first_);
+        begin_ = row_ = task.begin, end_ = task.end, panel_ = finished_ = blocks_ = waiting_ = 0;
         for (int64_t k = 0; k < p_.words; k += TILE_DEPTH) {
             const int64_t words = std::min(TILE_DEPTH, p_.words - k);
-            const uint32_t* weights = p_.weights + panel * p_.words * WIDTH + k * SIDE;
+            const bool last = k + words == p_.words;
+            plan_fetching(words, last ? next : &task, last ? 0 : k + words);
+            const uint32_t* weights[MAX_PANELS];
             int64_t from_side = p_.words * SIDE;
-            if (p_.w_row) pack<SIDE>(p_, panel, k, words, packed_), weights = packed_, from_side = words * SIDE;
+            for (int64_t i = 0; i < count_; i++) weights[i] = p_.weights + panel_at(first_ + i) * p_.words * WIDTH + k * SIDE;
+            if (p_.w_row) pack<SIDE>(p_, panel_at(first_), k, words, packed_), weights[0] = packed_, from_side = words * SIDE;
             if constexpr (!E::scaled)
                 if (p_.codes) {
-                    const GroupNumbers* numbers = groups_.take(*p_.codes, p_.first_panel + panel, 1, WIDTH, 2 * k, 2 * words);
-                    unpack<2, WIDTH, SIDE>(*p_.codes, p_.first_panel + panel, 2 * k, 2 * (k + words), numbers, packed_);
-                    weights = packed_, from_side = words * SIDE;
+                    const int64_t panel = p_.first_panel + panel_at(first_);
+                    const GroupNumbers* numbers = groups_.take(*p_.codes, panel, 1, WIDTH, 2 * k, 2 * words);
+                    unpack<2, WIDTH, SIDE>(*p_.codes, panel, 2 * k, 2 * (k + words), numbers, packed_);
+                    weights[0] = packed_, from_side = words * SIDE;
                 }
-            for (int64_t row = begin; row < end; row += SIDE) {
-                add(row, k, words, weights, from_side);
-                if (k + words == p_.words) summed_ = std::min(end, row + SIDE);
+            for (int64_t row = begin_; row < end_; row += SIDE) {
+                const uint32_t* x = p_.x + row * p_.x_row + k;
+                int64_t x_row = p_.x_row;
+                if (x_row % CROWDED_ROW == 0) x = copied(x, std::min<int64_t>(SIDE, end_ - row), words), x_row = COPIED_ROW;
+                for (int64_t i = 0; i < count_; i++) {
+                    while (waiting_ > 1) finish_row();
+                    add(row, x, x_row, words, weights[i], from_side, sums_of(row, i, blocks_), k > 0);
+                    if (last) blocks_++, waiting_++;
+                }
             }
         }
-        while (finished_ < summed_) finish_row();
+        while (waiting_ > 0) finish_row();
     }
 
    private:
-    void plan_fetching(int64_t rows, int64_t next) {
-        if (next < 0 || p_.w_row || p_.codes) return void(ahead_ = ahead_end_ = nullptr);
-        const int64_t words = p_.words * WIDTH, steps = (rows + SIDE - 1) / SIDE * (WIDTH / SIDE) * ((p_.words + TILE - 1) / TILE);
-        ahead_ = all_.weights + next * words;
-        ahead_end_ = ahead_ + words;
-        ahead_at_a_time_ = ((words + TILE - 1) / TILE + steps - 1) / steps * TILE;
+    int64_t panel_at(int64_t i) const { return p_.chosen ? p_.chosen[i] : i; }
+
+    // Sums that are made in one go are finished soon, so two blocks of them are kept.
+    uint32_t* sums_of(int64_t row, int64_t i, int64_t block) {
+        return sums_ + (p_.words <= TILE_DEPTH ? block % 2 * SIDE : i * MAX_ROWS + row - begin_) * WIDTH;
+    }
+
+    // The weights of a task from word k on are prefetched while `words` words of the present one are multiplied.
+    void plan_fetching(int64_t words, const Task* task, int64_t k) {
+        pieces_ = 0;
+        ahead_ = ahead_end_ = nullptr;
+        if (!task || p_.w_row || p_.codes) return;
+        const int64_t first = task->panel * group_, count = std::min(group_, panels_ - first);
+        ahead_words_ = std::min(TILE_DEPTH, p_.words - k) * SIDE;
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t side = 0; side < WIDTH / SIDE; side++)
+                ahead_of_[pieces_++] = all_.weights + ((task->expert * panels_of(all_) + panel_at(first + i)) * WIDTH + side * SIDE) * p_.words + k * SIDE;
+        const int64_t steps = (end_ - begin_ + SIDE - 1) / SIDE * count_ * (WIDTH / SIDE) * ((words + TILE - 1) / TILE);
+        ahead_at_a_time_ = (pieces_ * ahead_words_ / TILE + steps - 1) / steps * TILE;
     }
 
     void fetch() {
+        if (ahead_ == ahead_end_) {
+            if (pieces_ == 0) return;
+            ahead_ = ahead_of_[--pieces_];
+            ahead_end_ = ahead_ + ahead_words_;
+        }
         for (const uint32_t* end = std::min(ahead_end_, ahead_ + ahead_at_a_time_); ahead_ < end; ahead_ += TILE) __builtin_prefetch(ahead_, 0, 2);
     }
 
-    // Multiplies the rows from `row` on, SIDE at most, by `words` words of the panel from word k on.
-    void add(int64_t row, int64_t k, int64_t words, const uint32_t* weights, int64_t from_side) {
+    const uint32_t* copied(const uint32_t* x, int64_t rows, int64_t words) {
+        for (int64_t r = 0; r < rows; r++) std::memcpy(copied_ + r * COPIED_ROW, x + r * p_.x_row, words * sizeof(uint32_t));
+        return copied_;
+    }
+
+    // Multiplies the rows from `row` on, SIDE at most, by `words` words of a panel. With `more`, the products are added to those in `sums`.
+    void add(int64_t row, const uint32_t* x, int64_t x_row, int64_t words, const uint32_t* weights, int64_t from_side, uint32_t* sums, bool more) {
         const int64_t whole = words / TILE * TILE, rest = words - whole;
-        const uint32_t* x = p_.x + row * p_.x_row + k;
-        for (int side = 0; side < WIDTH / SIDE && whole > 0; side++) multiply(row, x, p_.x_row, weights + side * from_side, whole, side, k > 0);
+        for (int side = 0; side < WIDTH / SIDE && whole > 0; side++) multiply(row, x, x_row, weights + side * from_side, whole, sums + side * SIDE, more);
         if (!rest) return;
         // The last words are filled up to a tile with zeros.
-        for (int64_t r = 0; r < std::min<int64_t>(SIDE, end_ - row); r++) std::memcpy(x_rest_ + r * TILE, x + whole + r * p_.x_row, rest * sizeof(uint32_t));
+        for (int64_t r = 0; r < std::min<int64_t>(SIDE, end_ - row); r++) std::memcpy(x_rest_ + r * TILE, x + whole + r * x_row, rest * sizeof(uint32_t));
         for (int side = 0; side < WIDTH / SIDE; side++) {
             std::memcpy(w_rest_, weights + side * from_side + whole * SIDE, rest * SIDE * sizeof(uint32_t));
-            multiply(row, x_rest_, TILE, w_rest_, TILE, side, k + whole > 0);
+            multiply(row, x_rest_, TILE, w_rest_, TILE, sums + side * SIDE, more || whole > 0);
         }
     }
 
-    void multiply(int64_t row, const uint32_t* x, int64_t x_row, const uint32_t* weights, int64_t words, int side, bool more) {
-        uint32_t* sums = sums_ + (row - begin_) * WIDTH + side * SIDE;
+    void multiply(int64_t row, const uint32_t* x, int64_t x_row, const uint32_t* weights, int64_t words, uint32_t* sums, bool more) {
         shapes_.set(std::min<int64_t>(TILE, end_ - row), std::min<int64_t>(TILE, std::max<int64_t>(0, end_ - row - TILE)));
         end_ - row > TILE ? tiles<true>(x, x_row, weights, words, sums, more) : tiles<false>(x, x_row, weights, words, sums, more);
     }
 
-    // Multiplies 16 rows of x (32 with LOWER) by one side of a panel. With `more`, the products are added to those in `sums`.
+    // Multiplies 16 rows of x (32 with LOWER) by one side of a panel.
     template <bool LOWER>
     void tiles(const uint32_t* x, int64_t x_row, const uint32_t* weights, int64_t words, uint32_t* sums, bool more) {
         typedef Sums<LOWER, true> Block;
@@ -86,29 +120,36 @@ class TileTask {
         for (int64_t k = 0; k < words; k += TILE) {
             Block::template add<E::scaled>(x + k, x_row, weights + k * SIDE, weights + k * SIDE + TILE, SIDE);
             fetch();
-            for (int64_t i = 0; i < rows_at_a_time_ && finished_ < summed_; i++) finish_row();
+            for (int64_t i = 0; i < rows_at_a_time_ && waiting_ > 0; i++) finish_row();
         }
         Block::store(sums, sums + TILE, WIDTH);
     }
 
     __attribute__((noinline)) void finish_row() {
-        uint32_t* sums = sums_ + (finished_ - begin_) * WIDTH;
+        const int64_t panel = panel_at(first_ + panel_);
+        uint32_t* sums = sums_of(row_, panel_, blocks_ - waiting_) + finished_ * WIDTH;
         if constexpr (E::scaled)
-            for (int i = 0; i < WIDTH; i += LANES) store(sums + i, load<ints>(sums + i) + load<ints>(p_.beginnings + panel_ * WIDTH + i));
-        finish<E, T>(p_, sums, panel_, finished_++);
+            for (int i = 0; i < WIDTH; i += LANES) store(sums + i, load<ints>(sums + i) + load<ints>(p_.beginnings + panel * WIDTH + i));
+        finish<E, T>(p_, sums, panel, row_ + finished_);
+        if (++finished_ < std::min<int64_t>(SIDE, end_ - row_)) return;
+        finished_ = 0, waiting_--;
+        if (++panel_ == count_) panel_ = 0, row_ += SIDE;
     }
 
     const Product& all_;
     Product p_;  // of the task's expert
+    const int64_t group_, panels_;
     int64_t rows_at_a_time_;
-    int64_t panel_ = 0, begin_ = 0, end_ = 0;
-    int64_t summed_ = 0, finished_ = 0;  // the rows before these are summed, and finished
-    const uint32_t *ahead_ = nullptr, *ahead_end_ = nullptr;  // weights of the next task that have not been prefetched
-    int64_t ahead_at_a_time_ = 0;
+    int64_t first_ = 0, count_ = 0, begin_ = 0, end_ = 0;  // panels and rows of the task
+    int64_t blocks_ = 0, waiting_ = 0;  // blocks of rows of a panel that are summed, and those of them that are not finished
+    int64_t row_ = 0, panel_ = 0, finished_ = 0;  // the first of these, and how many of its rows are finished
+    const uint32_t *ahead_of_[MAX_PANELS * WIDTH / SIDE], *ahead_ = nullptr, *ahead_end_ = nullptr;  // weights that have not been prefetched
+    int64_t pieces_ = 0, ahead_words_ = 0, ahead_at_a_time_ = 0;
     Tiles shapes_;
     PanelGroups groups_;
     alignas(64) uint32_t packed_[TILE_DEPTH * WIDTH];
-    alignas(64) uint32_t sums_[MAX_ROWS * WIDTH];
+    alignas(64) uint32_t copied_[SIDE * COPIED_ROW];
+    alignas(64) uint32_t sums_[MAX_PANELS * MAX_ROWS * WIDTH];
     alignas(64) uint32_t x_rest_[SIDE * TILE] = {}, w_rest_[SIDE * TILE] = {};
 };
 
@@ -116,16 +157,19 @@ class TileTask {
 template <class E, class T>
 void run_tiles(const Product& p) {
     if (p.rows == 0) return;
-    const int64_t panels = panels_of(p), computed = computed_panels(p);
+    const int64_t computed = computed_panels(p);
     const int64_t work = computed * ((p.words + TILE - 1) / TILE) * ProductTasks::blocks(p, TILE);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_TILES));
-    const ProductTasks all(p, computed, threads, SIDE, MAX_ROWS);
+    const int64_t group = p.w_row || p.codes ? 1 : std::max<int64_t>(1, std::min(MAX_PANELS, computed / (4 * threads)));
+    Product whole = p;
+    whole.chosen = nullptr;  // tasks count groups
+    const ProductTasks all(whole, (computed + group - 1) / group, threads, SIDE, MAX_ROWS);
     in_parallel(all.count(), threads, [&](Tasks& some) {
-        TileTask<E, T> task(p);
+        TileTask<E, T> task(p, group);
         for (int64_t i = some.take(), next; i >= 0; i = next) {
             next = some.take();
-            const auto there = all.at(next < 0 ? i : next);
-            task.run(all.at(i), next < 0 ? -1 : there.expert * panels + there.panel);
+            const auto after = all.at(next < 0 ? i : next);
+            task.run(all.at(i), next < 0 ? nullptr : &after);
         }
     });
 }

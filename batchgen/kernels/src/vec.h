@@ -135,6 +135,14 @@ INLINE halves to_bf16(floats x) {
 
 INLINE void store_floats(float* p, floats v) { store(p, v); }
 INLINE void store_floats(bf16* p, floats v) { store(p, to_bf16(v)); }
+template <class T>
+INLINE void store_pair(T* p, floats first, floats second) {
+    store_floats(p, first);
+    store_floats(p + LANES, second);
+}
+#if defined(__AVX512BF16__)
+INLINE void store_pair(bf16* p, floats first, floats second) { store(p, _mm512_cvtne2ps_pbh((__m512)second, (__m512)first)); }
+#endif
 
 INLINE floats max(floats a, floats b) {  // b where either is NaN
 #if defined(__AVX512F__)
@@ -178,20 +186,29 @@ INLINE floats exp2_of_fraction(floats r) {
     return p * r + 1.0f;
 }
 
-// 2 to the power of x <= 0, to about 2 units in the last place; 0 below -127, NaN of NaN.
+// 2 to the power of x <= 0; 0 below -127, NaN of NaN. For float32 to about 2 units in the last place; for bfloat16 to 2^-13.
 #if defined(__AVX512DQ__)
+template <class T>
 INLINE floats exp2_of_negative(floats x) {
-    const floats r = (floats)_mm512_reduce_ps((__m512)x, 9);  // less its floor; a minimax polynomial of degree 5 follows
-    floats p = splat(1.867130186e-3f);
-    p = p * r + 9.017030066e-3f;
-    p = p * r + 5.579991330e-2f;
-    p = p * r + 2.401644501e-1f;
-    p = p * r + 6.931513118e-1f;
+    const floats r = (floats)_mm512_reduce_ps((__m512)x, 9);  // less its floor; a minimax polynomial of degree 3 or 5 follows
+    floats p;
+    if (sizeof(T) == 2) {
+        p = splat(7.706704607e-2f);
+        p = p * r + 2.276449868e-1f;
+        p = p * r + 6.951167874e-1f;
+    } else {
+        p = splat(1.867130186e-3f);
+        p = p * r + 9.017030066e-3f;
+        p = p * r + 5.579991330e-2f;
+        p = p * r + 2.401644501e-1f;
+        p = p * r + 6.931513118e-1f;
+    }
     p = p * r + 1.0f;
     const __mmask16 not_zero = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-127.0f), _CMP_NLT_UQ);
     return (floats)_mm512_maskz_scalef_ps(not_zero, (__m512)p, (__m512)x);
 }
 #else
+template <class T>
 INLINE floats exp2_of_negative(floats x) {
     const floats t = max(splat(-127.0f), x);
     const floats shifted = t + (12582912.0f + 127.0f);  // rounds to an integer in the low bits
