@@ -1,3 +1,5 @@
+import mmap
+
 import pytest
 import torch
 
@@ -68,6 +70,12 @@ def test_layers_of_one_shape_lie_in_one_tensor_and_none_is_a_view():
     for i, tensor in enumerate(tensors):
         tensor.fill_(i)
     assert [int(tensor.min()) for tensor in tensors] == [int(tensor.max()) for tensor in tensors] == [*range(6)]
+
+
+def test_pools_begin_at_a_page_so_that_no_vector_lies_in_two_lines_of_the_cache():
+    for blocks in (1, 7, 5000):
+        pools = cache_of(blocks, 32, {0: LayerShape(2, 64, 64), 1: LayerShape(1, 48, 80)}).pools
+        assert [pool.data_ptr() % mmap.PAGESIZE for pool in pools] == [0, 0, 0]
 
 
 def test_layers_that_read_the_keys_and_values_of_another_take_no_memory():

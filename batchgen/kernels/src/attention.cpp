@@ -256,24 +256,29 @@ class Tile {
         }
     }
 
-    // Shared keys of the next group come from the second-level cache: they are prefetched while the rows of this group are weighed.
+    // Keys of the next group that many rows read: they are prefetched while the rows of this group are weighed.
     void plan_fetching(int64_t start, int64_t high) {
         ahead_.clear();
-        int64_t lines = 0;
-        const int64_t size = plan_.block_size, key_words = size * words_, value_words = size / E::per_word * width_;
+        ahead_lines_ = 0;
+        const int64_t size = plan_.block_size, last = std::min(start + SPAN, high + 1);
         for (int64_t i = 0; i < plan_.num_shared; i++) {
             const int32_t* part = plan_.shared + 5 * i;
-            const int64_t at = part[4], first = std::max<int64_t>(0, (start - at) / size);
-            const int64_t end = std::min<int64_t>(part[1], words_of(std::min(start + SPAN, high + 1) - at, size));
-            if (part[2] >= end_ || part[3] <= begin_ || first >= end) continue;
-            const int64_t block = head_ * layer_.num_blocks + part[0] + first;
-            const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + block * key_words;
-            const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + block * value_words;
-            ahead_.push_back({values, values + (end - first) * value_words});
-            ahead_.push_back({keys, keys + (end - first) * key_words});
-            lines += (end - first) * (key_words + value_words) / 16;
+            const int64_t at = part[4], first = std::max<int64_t>(0, (start - at) / size), end = std::min<int64_t>(part[1], words_of(last - at, size));
+            if (part[2] < end_ && part[3] > begin_ && first < end) fetch_later(part[0] + first, end - first);
         }
-        ahead_at_a_time_ = words_of(lines, row(end_, 0));
+        if (own_.size() == 1)  // part of a prompt
+            for (int64_t i = own_[0].block; i < own_[0].end && plan_.starts[i] < last; i++)
+                if (plan_.starts[i] >= start) fetch_later(plan_.blocks[i], 1);
+        ahead_at_a_time_ = words_of(ahead_lines_, row(end_, 0));
+    }
+
+    void fetch_later(int64_t block, int64_t count) {
+        const int64_t key_words = plan_.block_size * words_, value_words = plan_.block_size / E::per_word * width_;
+        const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + (head_ * layer_.num_blocks + block) * key_words;
+        const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + (head_ * layer_.num_blocks + block) * value_words;
+        ahead_.push_back({values, values + count * value_words});
+        ahead_.push_back({keys, keys + count * key_words});
+        ahead_lines_ += count * (key_words + value_words) / 16;
     }
 
     void fetch_ahead() {
@@ -607,7 +612,7 @@ class Tile {
     std::vector<Keys> some_;   // of several parts, side by side
     std::vector<Run> runs_;
     std::vector<Words> ahead_;  // that have not been prefetched
-    int64_t ahead_at_a_time_ = 0;  // lines of 64 bytes for each row
+    int64_t ahead_lines_ = 0, ahead_at_a_time_ = 0;  // lines of 64 bytes, and those for each row
     int64_t start_ = 0;  // position of the group's first key
     int64_t begin_ = 0, end_ = 0, head_ = 0;
 };
