@@ -13,6 +13,7 @@ from batchgen.kernels.whole_vectors import fill_activations
 from support.codings import CODINGS, SIZE, bits_of, weight_of
 from support.fusing import fuse
 from support.models import build
+from support.numbers import numbers
 from support.params import in_turn, slow_but
 
 EXPERTS = 3
@@ -49,6 +50,19 @@ def test_experts_of_codes_compute_what_those_of_their_numbers_do_to_the_last_bit
             expected = torch.cat([layer(part) for layer, part in zip(alone, x.split(counts), strict=True)])
             assert torch.equal(bits_of(coded(x, starts)), bits_of(expected))
             assert torch.equal(bits_of(whole(x, starts)), bits_of(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_of_many_columns_compute_what_layers_of_their_own_do(dtype, threads):
+    """Tasks of several panels, and inputs longer than what is summed at a time."""
+    from batchgen.kernels.ops import PackedLinear
+
+    weights = numbers(EXPERTS, 900, 1100, dtype=dtype)
+    layer, alone = PackedLinear([weights], [None]), [PackedLinear([weight], [None]) for weight in weights]
+    for counts in ([70, 0, 1], [0, 600, 33]):
+        x = numbers(sum(counts), 1100, dtype=dtype, seed=1)
+        expected = torch.cat([layer(part) for layer, part in zip(alone, x.split(counts), strict=True)])
+        assert torch.equal(layer(x, torch.tensor([0, *counts]).cumsum(0)), expected)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def near(got, want):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 23, 24, 33, 64, 289])
-@pytest.mark.parametrize(("inner", "columns"), [(1, 1), (64, 64), (66, 63), (130, 200), (1028, 65)])
+@pytest.mark.parametrize(("inner", "columns"), [(1, 1), (64, 64), (66, 63), (130, 200), (1028, 65), (2048, 900)])
 def test_sums_are_exact(rows, inner, columns, threads):
     values, x = whole_numbers(columns, inner), whole_numbers(rows, inner, seed=1)
     x[:, ::STEP] = largest_whole(inner)  # so that the scale of every group is 1

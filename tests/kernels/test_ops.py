@@ -34,7 +34,10 @@ def near(got, want, by=1.0):
 @pytest.mark.parametrize("rows", slow_but([1, 6, 7, 289], [1, 2, 5, 6, 7, 64, 289]))
 @pytest.mark.parametrize(
     ("inner", "columns"),
-    slow_but([(2, 1), (66, 63), (5000, 70)], [(2, 1), (32, 64), (66, 63), (130, 200), (1026, 65), (5000, 70)]),
+    slow_but(
+        [(2, 1), (66, 63), (2048, 900), (5000, 70)],
+        [(2, 1), (32, 64), (66, 63), (130, 200), (600, 900), (1026, 65), (2048, 900), (5000, 70)],
+    ),
 )
 def test_a_packed_layer_equals_the_plain_one_and_has_the_bits_of_one_with_an_unpacked_weight(
     dtype, rows, inner, columns, threads
