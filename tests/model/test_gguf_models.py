@@ -491,8 +491,9 @@ def test_log_probabilities_are_those_of_the_original(tmp_path, model_type, setti
     module = original(model_type, **settings)
     file = write_whole_model(module, tmp_path / "m.gguf", architecture, **keys)
     expected = module(torch.tensor([IDS])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(IDS[1:])[:, None])
-    # Kernels would take half of the time, and come after the weights.
-    assert log_probabilities(file, compile="off") == pytest.approx(expected[:, 0].tolist(), abs=1e-5)
+    # Kernels would take half of the time, and come after the weights. `rel`: four units in the last place.
+    got = log_probabilities(file, compile="off")
+    assert got == pytest.approx(expected[:, 0].tolist(), abs=1e-5, rel=5e-7)
 
 
 @pytest.mark.parametrize(
