@@ -246,26 +246,11 @@ struct Next {  // words of a panel that a thread reads next; null if there are n
     int64_t words;
 };
 
-// Prefetches the weights that are read next, in parts, while others are multiplied.
-class Ahead {
-   public:
-    Ahead() = default;
-    Ahead(Next next, int64_t parts)
-        : at_(next.weights), end_(next.weights + next.words * WIDTH), part_((next.words * WIDTH / parts + 15) / 16 * 16) {}
-    INLINE void fetch() {  // a part
-        for (const uint32_t* end = std::min(end_, at_ + part_); at_ < end; at_ += 16) __builtin_prefetch(at_, 0, 2);
-    }
-
-   private:
-    const uint32_t *at_ = nullptr, *end_ = nullptr;
-    int64_t part_ = 0;
-};
-
 // Multiplies rows [begin, end) of x by `words` words of a panel, from word k on; finishes the rows if these words are the last. Meanwhile each
 // block of rows prefetches its share of `next`, and a part of `ahead`.
 template <class E, class T>
 INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, uint32_t* sums,
-                  Ahead ahead, Next next) {
+                  Ahead& ahead, Next next) {
     const bool last = (k + words) * E::per_word == p.inner;
     const int32_t* from = p.beginnings ? p.beginnings + panel * WIDTH : nullptr;
     const int64_t blocks = blocks_of<E>(end - begin), most = next.words * WIDTH;
@@ -404,11 +389,12 @@ void coded(const Product& p, int64_t panel, int64_t panels, int64_t begin, int64
     if (rows == 2) return coded_rows<E, T, 2>(p, panel, panels, begin, groups, sums);
     if constexpr (FOUR_IN_REGISTERS)
         if (rows == 4) return coded_rows<E, T, 4>(p, panel, panels, begin, groups, sums);
+    Ahead nothing;
     for (int64_t k = 0; k < p.words; k += CODED_WORDS) {
         const int64_t words = std::min<int64_t>(CODED_WORDS, p.words - k), from = k * E::per_word, until = from + words * E::per_word;
         const GroupNumbers* numbers = groups.take(*p.codes, p.first_panel + panel, 1, WIDTH, from, until - from);
         unpack<E::per_word, WIDTH, WIDTH>(*p.codes, p.first_panel + panel, from, until, numbers, unpacked);
-        slice<E, T>(p, panel, begin, end, unpacked, k, words, sums, {}, {nullptr, 0});
+        slice<E, T>(p, panel, begin, end, unpacked, k, words, sums, nothing, {nullptr, 0});
     }
 }
 
@@ -426,6 +412,7 @@ void multiply(Product p) {
         alignas(64) uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
         alignas(64) uint32_t packed[DEPTH * WIDTH];
         PanelGroups groups;
+        Ahead ahead;
         // Returns what this thread reads after word `end` of the task's panel: the rest of the panel, or probably the panel of the task after those
         // that other threads take meanwhile.
         const auto after = [&](int64_t task, int64_t end, int64_t depth) -> Next {
@@ -451,12 +438,15 @@ void multiply(Product p) {
                 if constexpr (E::a_words == 2)
                     if (widens) {
                         widen<E>(weights, words, wide);
-                        const Ahead ahead(after(task, k + words, depth), (end - begin) / ROWS);
+                        const Next next = after(task, k + words, depth);
+                        ahead.add(next.weights, next.words * WIDTH);
+                        ahead.divide((end - begin) / ROWS);
                         slice<typename E::wide, T>(q, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead, {nullptr, 0});
+                        ahead.clear();
                         continue;
                     }
                 const Next next = E::a_words == 2 && end - begin > BLOCK_ROWS<E> ? after(task, k + words, depth) : Next{nullptr, 0};
-                slice<E, T>(q, panel, begin, end, weights, k, words, sums, {}, next);
+                slice<E, T>(q, panel, begin, end, weights, k, words, sums, ahead, next);
             }
         }
     });

@@ -8,17 +8,17 @@
 namespace {
 
 constexpr int64_t TILE_DEPTH = 256;  // words of the inner dimension that are summed at a time: those of 32 rows of x stay in the first-level cache
-constexpr int64_t MIN_TILES = 150;  // products of 16 rows, 16 words and a panel, about 0.1 us each, that are worth a thread
+constexpr int64_t MIN_TILES = 150;  // products of 16 rows, 16 words and a panel, about 0.04 us each, that are worth a thread
 // Rows of x that are a multiple of so many words apart (2 KB) share a part of the first-level cache, so they are copied.
 constexpr int64_t CROWDED_ROW = 512, COPIED_ROW = TILE_DEPTH + TILE;
 constexpr int64_t MAX_PANELS = 4;  // of a task, which read the same rows of x one after the other
 
-// One thread's tasks: each is some rows of x times `group` panels.
+// One thread's tasks: each is some rows of x times `at_once` panels.
 template <class E, class T>
 class TileTask {
    public:
     typedef ProductTasks::Task Task;
-    TileTask(const Product& p, int64_t group) : all_(p), p_(p), group_(group), panels_(computed_panels(p)) {
+    TileTask(const Product& p, int64_t at_once) : all_(p), p_(p), at_once_(at_once), panels_(panels_of(p)) {
         const int64_t last = p.words - (p.words - 1) / TILE_DEPTH * TILE_DEPTH;
         rows_at_a_time_ = (SIDE - 1) / std::max<int64_t>(1, last / TILE * (WIDTH / SIDE)) + 1;
     }
@@ -26,8 +26,8 @@ class TileTask {
     // Computes a task, and prefetches the first weights of the next one unless that is null. Vectors finish a row while the matrix unit works on
     // later rows or panels.
     void run(const Task& task, const Task* next) {
-        p_ = of_expert(all_, task.expert, panels_of(all_));
-        first_ = task.panel * group_, count_ = std::min(group_, panels_ - first_);
+        p_ = of_expert(all_, task.expert, panels_);
+        first_ = task.panel * at_once_, count_ = std::min(at_once_, panels_ - first_);
         begin_ = row_ = task.begin, end_ = task.end, panel_ = finished_ = blocks_ = waiting_ = 0;
         for (int64_t k = 0; k < p_.words; k += TILE_DEPTH) {
             const int64_t words = std::min(TILE_DEPTH, p_.words - k);
@@ -35,11 +35,11 @@ class TileTask {
             plan_fetching(words, last ? next : &task, last ? 0 : k + words);
             const uint32_t* weights[MAX_PANELS];
             int64_t from_side = p_.words * SIDE;
-            for (int64_t i = 0; i < count_; i++) weights[i] = p_.weights + panel_at(first_ + i) * p_.words * WIDTH + k * SIDE;
-            if (p_.w_row) pack<SIDE>(p_, panel_at(first_), k, words, packed_), weights[0] = packed_, from_side = words * SIDE;
+            for (int64_t i = 0; i < count_; i++) weights[i] = p_.weights + (first_ + i) * p_.words * WIDTH + k * SIDE;
+            if (p_.w_row) pack<SIDE>(p_, first_, k, words, packed_), weights[0] = packed_, from_side = words * SIDE;
             if constexpr (!E::scaled)
                 if (p_.codes) {
-                    const int64_t panel = p_.first_panel + panel_at(first_);
+                    const int64_t panel = p_.first_panel + first_;
                     const GroupNumbers* numbers = groups_.take(*p_.codes, panel, 1, WIDTH, 2 * k, 2 * words);
                     unpack<2, WIDTH, SIDE>(*p_.codes, panel, 2 * k, 2 * (k + words), numbers, packed_);
                     weights[0] = packed_, from_side = words * SIDE;
@@ -59,8 +59,6 @@ class TileTask {
     }
 
    private:
-    int64_t panel_at(int64_t i) const { return p_.chosen ? p_.chosen[i] : i; }
-
     // Sums that are made in one go are finished soon, so two blocks of them are kept.
     uint32_t* sums_of(int64_t row, int64_t i, int64_t block) {
         return sums_ + (p_.words <= TILE_DEPTH ? block % 2 * SIDE : i * MAX_ROWS + row - begin_) * WIDTH;
@@ -68,25 +66,13 @@ class TileTask {
 
     // The weights of a task from word k on are prefetched while `words` words of the present one are multiplied.
     void plan_fetching(int64_t words, const Task* task, int64_t k) {
-        pieces_ = 0;
-        ahead_ = ahead_end_ = nullptr;
+        ahead_.clear();
         if (!task || p_.w_row || p_.codes) return;
-        const int64_t first = task->panel * group_, count = std::min(group_, panels_ - first);
-        ahead_words_ = std::min(TILE_DEPTH, p_.words - k) * SIDE;
-        for (int64_t i = 0; i < count; i++)
+        const int64_t first = task->panel * at_once_, end = std::min(first + at_once_, panels_);
+        for (int64_t panel = task->expert * panels_ + first; panel < task->expert * panels_ + end; panel++)
             for (int64_t side = 0; side < WIDTH / SIDE; side++)
-                ahead_of_[pieces_++] = all_.weights + ((task->expert * panels_of(all_) + panel_at(first + i)) * WIDTH + side * SIDE) * p_.words + k * SIDE;
-        const int64_t steps = (end_ - begin_ + SIDE - 1) / SIDE * count_ * (WIDTH / SIDE) * ((words + TILE - 1) / TILE);
-        ahead_at_a_time_ = (pieces_ * ahead_words_ / TILE + steps - 1) / steps * TILE;
-    }
-
-    void fetch() {
-        if (ahead_ == ahead_end_) {
-            if (pieces_ == 0) return;
-            ahead_ = ahead_of_[--pieces_];
-            ahead_end_ = ahead_ + ahead_words_;
-        }
-        for (const uint32_t* end = std::min(ahead_end_, ahead_ + ahead_at_a_time_); ahead_ < end; ahead_ += TILE) __builtin_prefetch(ahead_, 0, 2);
+                ahead_.add(all_.weights + (panel * WIDTH + side * SIDE) * p_.words + k * SIDE, std::min(TILE_DEPTH, p_.words - k) * SIDE);
+        ahead_.divide((end_ - begin_ + SIDE - 1) / SIDE * count_ * (WIDTH / SIDE) * ((words + TILE - 1) / TILE));
     }
 
     const uint32_t* copied(const uint32_t* x, int64_t rows, int64_t words) {
@@ -119,14 +105,14 @@ class TileTask {
         more ? Block::load(sums, sums + TILE, WIDTH) : Block::zero();
         for (int64_t k = 0; k < words; k += TILE) {
             Block::template add<E::scaled>(x + k, x_row, weights + k * SIDE, weights + k * SIDE + TILE, SIDE);
-            fetch();
+            ahead_.fetch();
             for (int64_t i = 0; i < rows_at_a_time_ && waiting_ > 0; i++) finish_row();
         }
         Block::store(sums, sums + TILE, WIDTH);
     }
 
     __attribute__((noinline)) void finish_row() {
-        const int64_t panel = panel_at(first_ + panel_);
+        const int64_t panel = first_ + panel_;
         uint32_t* sums = sums_of(row_, panel_, blocks_ - waiting_) + finished_ * WIDTH;
         if constexpr (E::scaled)
             for (int i = 0; i < WIDTH; i += LANES) store(sums + i, load<ints>(sums + i) + load<ints>(p_.beginnings + panel * WIDTH + i));
@@ -138,13 +124,12 @@ class TileTask {
 
     const Product& all_;
     Product p_;  // of the task's expert
-    const int64_t group_, panels_;
+    const int64_t at_once_, panels_;
     int64_t rows_at_a_time_;
     int64_t first_ = 0, count_ = 0, begin_ = 0, end_ = 0;  // panels and rows of the task
     int64_t blocks_ = 0, waiting_ = 0;  // blocks of rows of a panel that are summed, and those of them that are not finished
     int64_t row_ = 0, panel_ = 0, finished_ = 0;  // the first of these, and how many of its rows are finished
-    const uint32_t *ahead_of_[MAX_PANELS * WIDTH / SIDE], *ahead_ = nullptr, *ahead_end_ = nullptr;  // weights that have not been prefetched
-    int64_t pieces_ = 0, ahead_words_ = 0, ahead_at_a_time_ = 0;
+    Ahead ahead_;
     Tiles shapes_;
     PanelGroups groups_;
     alignas(64) uint32_t packed_[TILE_DEPTH * WIDTH];
@@ -160,12 +145,11 @@ void run_tiles(const Product& p) {
     const int64_t computed = computed_panels(p);
     const int64_t work = computed * ((p.words + TILE - 1) / TILE) * ProductTasks::blocks(p, TILE);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_TILES));
-    const int64_t group = p.w_row || p.codes ? 1 : std::max<int64_t>(1, std::min(MAX_PANELS, computed / (4 * threads)));
-    Product whole = p;
-    whole.chosen = nullptr;  // tasks count groups
-    const ProductTasks all(whole, (computed + group - 1) / group, threads, SIDE, MAX_ROWS);
+    const bool apart = p.w_row || p.codes || p.chosen;
+    const int64_t at_once = apart ? 1 : std::max<int64_t>(1, std::min(MAX_PANELS, computed / (4 * threads)));
+    const ProductTasks all(p, (computed + at_once - 1) / at_once, threads, SIDE, MAX_ROWS);
     in_parallel(all.count(), threads, [&](Tasks& some) {
-        TileTask<E, T> task(p, group);
+        TileTask<E, T> task(p, at_once);
         for (int64_t i = some.take(), next; i >= 0; i = next) {
             next = some.take();
             const auto after = all.at(next < 0 ? i : next);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 #if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && __GNUC__ <= 14 && !defined(__clang__)
 // <immintrin.h> without the later instruction sets. GCC reads these whatever it compiles for, which takes a second for each file. The name
 // of the guard is internal to GCC, so versions later than those that are known read everything.
@@ -363,6 +364,31 @@ constexpr int REGISTERS = 32;
 #endif
 template <class E, int R, int N>
 constexpr bool UNROLLED = E::a_words == 1 || (R + 2) * N + 2 < REGISTERS;
+
+// Memory that is read next, and is prefetched in parts while other work runs.
+class Ahead {
+   public:
+    void clear() { ranges_.clear(), lines_ = 0; }
+    void add(const uint32_t* from, int64_t words) {
+        ranges_.push_back({from, from + words});
+        lines_ += (words + 15) / 16;
+    }
+    void divide(int64_t parts) { part_ = (lines_ + parts - 1) / parts; }
+    INLINE void fetch() {  // a part
+        for (int64_t lines = part_; lines > 0 && !ranges_.empty();) {
+            Range& some = ranges_.back();
+            for (; lines > 0 && some.begin < some.end; some.begin += 16, lines--) __builtin_prefetch(some.begin, 0, 2);
+            if (some.begin >= some.end) ranges_.pop_back();
+        }
+    }
+
+   private:
+    struct Range {
+        const uint32_t *begin, *end;
+    };
+    std::vector<Range> ranges_;
+    int64_t lines_ = 0, part_ = 0;  // of 64 bytes
+};
 
 struct NoFetch {
     INLINE void operator()(int64_t) const {}
