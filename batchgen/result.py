@@ -167,6 +167,8 @@ class Result:
         """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `repetition` or `stop` (the first of these if completions differ), `embedded`, or `scored`."""
         if self.failed:
             return "error"
+        if self.finish_reason is not None and not self.completions:
+            return self.finish_reason
         reasons = {self.finish_reason, *(c.finish_reason for c in self.completions)}
         otherwise = "scored" if self.embedding is None else "embedded"
         return next((reason for reason in _REASONS if reason in reasons), otherwise)

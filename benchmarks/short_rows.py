@@ -1,6 +1,6 @@
 """Where the processor time of a job of many short rows goes: `python -m benchmarks.short_rows --rows 300000`.
 
-Runs a job of rows of one token in this process, and a thread that looks at all other threads a few hundred times a second: the processor
+Runs a job of rows of one token in this process, and a thread that looks at all other threads fifty times a second: the processor
 time that a thread has taken since the last look (Linux's own count) belongs to the part whose function it is in. Waiting takes none.
 """
 
@@ -39,7 +39,7 @@ PARTS = {
 class Sampler:
     """Counts the processor time of this process by the function that it was spent in."""
 
-    def __init__(self, package: Path, seconds: float = 0.003) -> None:
+    def __init__(self, package: Path, seconds: float = 0.02) -> None:
         self.parts: Counter[str] = Counter()
         """Seconds, by part."""
         self.functions: Counter[str] = Counter()

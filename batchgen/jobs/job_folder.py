@@ -246,9 +246,10 @@ class JobFolder(HeldResults):
             form, kind = self._spec.form, output_format(self.output)[0]
             beside = [key for number, key in keys.items() if not is_held_whole(results[number], form, kind)]
             self.keep_beside_output(beside)
+        image_columns = self._manifest.settings.get("image_column", ())
         for row in rows:
             result = results[row.number]
-            shown = partial(thumbnails, row.columns, self._manifest.settings.get("image_column", ()), row.file)
+            shown = partial(thumbnails, row.columns, image_columns, row.file)
             self._row_figures.add(result, partial(output_row, row, result, self._spec.form), shown)
 
     def _check_replaced(self) -> None:

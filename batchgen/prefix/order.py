@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,13 +82,7 @@ def neighbour_lengths(prompts: Sequence[TokenArray], order: NDArray[np.int64]) -
 
     The first and the last entry are 0.
     """
-    shared = np.zeros(len(order) + 1, dtype=np.int64)
-    if len(order) == 0:
-        return shared
-    indices = order.tolist()
-    before = prompts[indices[0]]
-    for i, index in enumerate(indices[1:], 1):
-        tokens = prompts[index]
-        shared[i] = common_length(before, tokens)
-        before = tokens
+    ordered = [prompts[i] for i in order.tolist()]
+    shared = np.zeros(len(ordered) + 1, dtype=np.int64)
+    shared[1:-1] = [common_length(before, tokens) for before, tokens in pairwise(ordered)]
     return shared

@@ -342,7 +342,8 @@ class Budget:
         stop = min(span.end, start + self.prefill)
         if span.scoring:
             stop = min(stop, max(start, wanted) + self._scored)
-        stop = self._uncut(span, start, stop)
+        if span.images:
+            stop = self._uncut(span, start, stop)
         if stop <= start:
             return
         logits = min(max(wanted, start), stop)

@@ -175,6 +175,10 @@ class PrefixNodeSpan(Span):
     """The spans directly below it that run, and the nodes that leaves need."""
     successor: PrefixNodeSpan | None = None
     """The node that took over its tokens, if it was evicted because of that."""
+    end: int = field(init=False)  # copied from the node because it is read often
+
+    def __post_init__(self) -> None:
+        self.end = self.node.end
 
     @property
     def item(self) -> int:
@@ -196,12 +200,8 @@ class PrefixNodeSpan(Span):
         return self.wanted.prompt_end
 
     @property
-    def end(self) -> int:
-        return self.node.end
-
-    @property
     def complete(self) -> bool:
-        return self.computed == self.node.end and not self.evicted
+        return self.computed == self.end and not self.evicted
 
     def tokens(self, start: int, stop: int) -> TokenArray:
         return self.prompt[start:stop]

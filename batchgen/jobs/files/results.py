@@ -704,7 +704,7 @@ def decode(key: bytes, value: bytes, checksum: int) -> Result | None:
     try:
         if zlib.crc32(key + value) != checksum:
             return None
-        values = json.loads(value)
+        values = json.loads(value.decode())
         return result_of_row(values) if "usage" in values else result_of_values(values)
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
