@@ -11,8 +11,8 @@ from types import ModuleType
 from batchgen.kernels.recognition import code_digest, code_of
 
 NAMES = (
-    "Norm", "NormGated", "apply_rotary_pos_emb", "RotaryEmbedding", "Linear", "MLP", "Attention", "GatedDeltaNet", "Mixer", "MambaLayer",
-    "ShortConv", "DecoderLayer", "Block", "Model",
+    "Norm", "NormGated", "apply_rotary_pos_emb", "RotaryEmbedding", "Linear", "MLP", "Mlp", "Attention", "GatedDeltaNet", "Mixer", "MambaLayer",
+    "ShortConv", "DecoderLayer", "EncoderLayer", "AttentionLayer", "Block", "Model",
 )  # fmt: skip
 """The ends of the names of classes and functions in transformers that have such code."""
 

@@ -29,7 +29,7 @@ TILE_ROWS = 64
 SHARED_READS = 2
 """A run of blocks becomes a shared part if queries x blocks reaches this."""
 ENCODER_BLOCK = 64
-"""Tokens of a block in `attend_to_first`."""
+"""Tokens of a block in `SegmentAttention`."""
 
 
 def storage(layers: dict[int, LayerShape], dtype: torch.dtype) -> dict[int, LayerShape]:
@@ -188,24 +188,60 @@ class LayerAttention:
         self._layer.plan, self._layer.threads, self._layer.rows = plan, torch.get_num_threads(), rows
 
 
+class SegmentAttention:
+    """The attention of an encoder's layers: tokens lie in segments, one after the other, and see the first tokens of their own, or all of them."""
+
+    def __init__(self, lengths: Sequence[int], cache: KVCache, seen: int | None = None) -> None:
+        """`lengths`: the segments' numbers of tokens; `seen`: how many of each are seen. `cache`: see `segment_cache`."""
+        counts = np.array(lengths, dtype=np.int64)
+        blocks = -(-counts // ENCODER_BLOCK)
+        ends, first_blocks = np.cumsum(counts), np.cumsum(blocks) - blocks
+        of, self.positions = repeated(np.arange(len(counts)), counts)
+        shared = np.stack([first_blocks, blocks, ends - counts, ends, np.zeros_like(counts)], axis=1)
+        tokens = len(of)
+        chunks = np.array([0, 0, tokens, 0])  # one, which has no keys of its own
+        last = (counts if seen is None else np.minimum(counts, seen)) - 1
+        places = first_blocks[of] * ENCODER_BLOCK + self.positions
+        arrays = (self.positions, last[of], places, shared, chunks, chunks, chunks)
+        self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
+        self.cache = cache
+        self._plan = _Plan(tokens, ENCODER_BLOCK, len(counts), 1, TILE_ROWS, *(a.ctypes.data for a in self._arrays))
+
+    def wanted(self, layer: int) -> None:
+        """The results of all tokens are wanted."""
+
+    def prepared(
+        self, layer: int, heads: tuple[Heads, Heads, Heads], out: int, dtype: torch.dtype, options: LayerOptions, compact: bool = False
+    ) -> LayerAttention:  # fmt: skip
+        """As that of `PackedAttention`."""
+        return LayerAttention(self.cache, layer, heads, out, options, dtype, compact)
+
+    def take_over(self, prepared: LayerAttention) -> None:
+        """As that of `PackedAttention`."""
+        self._plan.tile = prepared.tile
+        prepared.set_step(ctypes.addressof(self._plan))
+
+
+def segment_blocks(lengths: Sequence[int]) -> int:
+    """Returns the number of blocks that segments of these lengths need."""
+    return sum(-(-length // ENCODER_BLOCK) for length in lengths)
+
+
+def segment_cache(shape: LayerShape, blocks: int, dtype: torch.dtype) -> KVCache:
+    """Returns memory for the keys and values of so many blocks in a layer, which has the index 0."""
+    return KVCache(storage({0: shape}, dtype), blocks, ENCODER_BLOCK, dtype)
+
+
 def attend_to_first(
     q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, seen: int, options: LayerOptions
 ) -> torch.Tensor:
     """Returns the attention output [T, H, V] of T tokens that all see the first `seen` of them. The tensors are float32 or bfloat16."""
     q, k, v = map(adjacent, (q_HTD, k_KTD, v_KTV))
     tokens = q.shape[1]
-    blocks = -(-tokens // ENCODER_BLOCK)
-    shapes = storage({0: LayerShape(len(k), k.shape[2], v.shape[2])}, q.dtype)
-    cache = KVCache(shapes, blocks, ENCODER_BLOCK, q.dtype)
+    cache = segment_cache(LayerShape(len(k), k.shape[2], v.shape[2]), segment_blocks([tokens]), q.dtype)
+    attention = SegmentAttention([tokens], cache, seen)
     out = q.new_empty((tokens, len(q), v.shape[2]))
-    heads = Heads.of(q), Heads.of(k), Heads.of(v)
-    layer = LayerAttention(cache, 0, heads, out.data_ptr(), options, q.dtype)
-    places = np.arange(tokens, dtype=np.int32)
-    ends = np.full(tokens, seen - 1, dtype=np.int32)
-    shared = np.array([0, blocks, 0, tokens, 0], dtype=np.int32)  # all keys, for all queries
-    chunks = np.array([0, 0, tokens, 0], dtype=np.int32)  # one, which has no keys of its own
-    arrays = (places, ends, places, shared, chunks, chunks, chunks)
-    plan = _Plan(tokens, ENCODER_BLOCK, 1, 1, layer.tile, *(array.ctypes.data for array in arrays))
-    layer.set_step(ctypes.addressof(plan))
-    layer.call.run()
+    prepared = attention.prepared(0, (Heads.of(q), Heads.of(k), Heads.of(v)), out.data_ptr(), q.dtype, options)
+    attention.take_over(prepared)
+    prepared.call.run()
     return out

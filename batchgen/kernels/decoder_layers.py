@@ -36,7 +36,7 @@ from batchgen.kernels.ops import PackedLinear, add_rows, can_add
 from batchgen.kernels.recognition import CACHES, Code, code_of, has_cache
 from batchgen.kernels.recurrent import ACTIVATIONS, can_gate, sigmoid_gate
 from batchgen.kernels.replacing import ACTIVATIONS as BY_TYPE
-from batchgen.kernels.replacing import Around, can_fuse, known_code, own_forward
+from batchgen.kernels.replacing import Around, can_fuse, first_part, known_code, own_forward
 from batchgen.kernels.whole_vectors import filled
 
 
@@ -174,7 +174,7 @@ def _can_narrow(layer: Any) -> bool:
 def _fuse_stack(body: Any, workspace: Workspace) -> None:
     """Gives the body of a model a forward that runs all of its layers in one call, if it only runs its parts one after the other."""
     layers = getattr(body, "layers", None)
-    norm = _first_of(body, "norm", "embedding_norm")
+    norm = first_part(body, "norm", "embedding_norm")
     if (
         not isinstance(layers, torch.nn.ModuleList)
         or not isinstance(norm, FusedNorm)
@@ -224,17 +224,12 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
 
 def _mixer_of(layer: Any) -> Any:
     """Returns a layer's attention, its recurrent mixer, or the only part that it has."""
-    return _first_of(layer, "self_attn", "linear_attn", "mamba", "conv", "mixer")
+    return first_part(layer, "self_attn", "linear_attn", "mamba", "conv", "mixer")
 
 
 def _mlp_of(layer: Any) -> Any:
     """Returns a layer's MLP, or the one that all tokens share beside experts, or these; None if it has none."""
-    return _first_of(layer, "mlp", "shared_mlp", "feed_forward", "block_sparse_moe")
-
-
-def _first_of(layer: Any, *names: str) -> Any:
-    """Returns the first of these parts that a module has; None if it has none of them."""
-    return next((part for part in map(layer._modules.get, names) if part is not None), None)
+    return first_part(layer, "mlp", "shared_mlp", "feed_forward", "block_sparse_moe")
 
 
 def _own_input(layer: Any) -> OwnInput | None:
@@ -274,7 +269,7 @@ def _parts_of(mixer: Any) -> _Parts | None:
     inputs = [part for part in (getattr(mixer, name, None) for name in names) if part is not None]
     of_heads = ("q_norm", "q_layernorm", "query_layernorm", "k_norm", "k_layernorm", "key_layernorm")
     head_norms = [getattr(mixer, name) for name in of_heads if hasattr(mixer, name)]
-    return _Parts(inputs, [], _first_of(mixer, "o_proj", "out_proj"), head_norms)
+    return _Parts(inputs, [], first_part(mixer, "o_proj", "out_proj"), head_norms)
 
 
 _ATTENTION = (
@@ -313,7 +308,7 @@ def _attention(module: Any, parts: _Parts) -> Attention | None:
 
 
 def _recurrent(module: Any, parts: _Parts) -> Recurrence | ShortConvolution | None:
-    convolution, dtype = _first_of(module, "conv1d", "conv"), parts.o.dtype
+    convolution, dtype = first_part(module, "conv1d", "conv"), parts.o.dtype
     bias = convolution.bias
     if convolution.weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
         return None

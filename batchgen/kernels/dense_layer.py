@@ -305,6 +305,12 @@ class DenseStack:
         self._head_size = min((mixer.head_size for mixer in attending if mixer.rotary is not None), default=0)
         self._scaled_from = min((of.scaled_from for of in attending if of.scaled_from is not None), default=None)
 
+    @property
+    def row_bytes(self) -> int:
+        """Memory between the kernels, for each token."""
+        size: int = self._row * self.layers[0].o.dtype.itemsize
+        return size
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DenseStack:
         """Returns a copy without the prepared calls, which read the original's weights."""
         return DenseStack(
@@ -789,7 +795,12 @@ class _Prepared:
         """Adds a kernel for norms of `inner` rows of `size` numbers in each of `x_row`, and for sums. `given`: other fields of its argument."""
         fields: dict[str, Any] = {"x_inner": size} | given
         if of is not None:
-            fields |= {"rounds_first": of.rounds_first, "eps": of.eps, "weight": of.factor.data_ptr()}
+            fields |= {
+                "rounds_first": of.rounds_first,
+                "eps": of.eps,
+                "weight": of.factor.data_ptr(),
+                "shift": address_of(of.shift),
+            }
             self._quantized = None  # the numbers at y before
             if isinstance(read, Int8Linear):
                 rows = self._in_8_bits

@@ -77,11 +77,14 @@ def fuse_linear(model: torch.nn.Module, packing: Packing) -> None:
 
 
 class FusedNorm(torch.nn.Module):
-    """Root mean square norm over the last dimension."""
+    """Root mean square norm over the last dimension, or with a bias LayerNorm."""
 
-    def __init__(self, weight: torch.Tensor, offset: float, eps: float, rounds_first: bool) -> None:
+    def __init__(
+        self, weight: torch.Tensor, offset: float, eps: float, rounds_first: bool, bias: torch.Tensor | None = None
+    ) -> None:
         """Multiplies by `weight` + `offset`. `rounds_first`: see `norm_after_sum`."""
         super().__init__()
+        self.shift = None if bias is None else bias.detach().float()
         self.weight = weight
         self.dtype = weight.dtype
         self.factor = weight.detach().float() + offset
@@ -98,7 +101,7 @@ class FusedNorm(torch.nn.Module):
         """Returns x + more * by and its norm; without `more`, x and its norm."""
         if x.dtype not in (self.dtype, torch.float32):
             raise ValueError(f"expected {self.dtype} or float32, not {x.dtype}")
-        return norm_after_sum(x, self.factor, self.eps, self.rounds_first, more, by)
+        return norm_after_sum(x, self.factor, self.eps, self.rounds_first, more, by, self.shift)
 
 
 _NORMS = {Code.NORM: (0.0, False), Code.ROUNDED_NORM: (0.0, True), Code.NORM_PLUS_ONE: (1.0, False)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -86,6 +87,7 @@ class NormArguments(ctypes.Structure):
         ("q_row", ctypes.c_int64),
         ("by", ctypes.c_double),
         ("times", ctypes.c_double),
+        *pointers("shift"),
     )
 
     def __init__(self, *fields: Any, by: float = 1.0, times: float = 1.0, **named: Any) -> None:
@@ -142,12 +144,14 @@ class RotaryArguments(ctypes.Structure):
 
 
 def norm_after_sum(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None, by: float = 1.0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None, by: float = 1.0,
+    shift: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns x + more * by and its norm; without `more`, x and its norm. `can_add` says whether the two can be added.
 
     The norm of x is x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32; `weight` is float32. `rounds_first`: x over
-    its root mean square is rounded to its type before it is multiplied by the weight.
+    its root mean square is rounded to its type before it is multiplied by the weight. With `shift`, also float32, x is centered first, and `shift` is
+    added to the result (LayerNorm).
     """
     size = x.shape[-1]
     x = adjacent(x)
@@ -157,7 +161,7 @@ def norm_after_sum(
     outer = y.numel() // max(1, inner * size)
     norm = NormArguments(
         outer, inner, size, rows.stride(0), rows.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
-        weight.data_ptr(), rows.data_ptr(), y.data_ptr(), by=by,
+        weight.data_ptr(), rows.data_ptr(), y.data_ptr(), by=by, shift=address_of(shift),
     )  # fmt: skip
     if more is not None:
         norm.more, norm.sum = more.data_ptr(), total.data_ptr()
@@ -359,15 +363,19 @@ class Activation(IntEnum):
     """Of gpt-oss, with numbers of its own (`Gating`)."""
     SIGMOID = 4
     """Of `Gate` alone."""
+    QUICK_GELU = 5
+    GELU = 6
 
 
 class Gating(NamedTuple):
-    """How a gated layer makes one number of two."""
+    """How a gated layer makes one number of two, or another layer a number of each."""
 
     activation: Activation = Activation.NONE
     alpha: float = 0.0
     limit: float = 0.0
     """Of `CLAMPED`: g * sigmoid(alpha * g) * (u + 1), g at most `limit` and u between -`limit` and `limit`."""
+    each: bool = False
+    """Whether the layer is act(x W^T + bias), and not gated."""
 
 
 class Product(ctypes.Structure):
@@ -385,7 +393,7 @@ class Product(ctypes.Structure):
         *pointers("chosen"),
         *integers("chosen_panels"),
         *pointers("low", "up"),
-        *integers("rank"),
+        *integers("rank", "each"),
     )
 
 
@@ -410,7 +418,7 @@ def fits(weight: torch.Tensor) -> bool:
 
 
 class KernelLinear(torch.nn.Module):
-    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round.
+    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), or act(x W^T + bias), rounded where the plain modules round.
 
     Or the same layer of all experts of a mixture, which maps rows that lie in the order of their experts.
     """
@@ -437,9 +445,13 @@ class KernelLinear(torch.nn.Module):
         self.adapter: PackedAdapter | None = None
 
     @property
+    def is_gated(self) -> bool:
+        return self.activation is not Activation.NONE and not self.gate.each
+
+    @property
     def num_parts(self) -> int:
         """Number of plain linear layers that it stands for: gate and up are two, of each expert."""
-        return max(1, self.experts) * (1 if self.activation is Activation.NONE else 2)
+        return max(1, self.experts) * (2 if self.is_gated else 1)
 
     @property
     def num_weights(self) -> int:
@@ -471,7 +483,7 @@ class KernelLinear(torch.nn.Module):
     def pieces(self) -> Iterator[list[torch.Tensor]]:
         """Yields the rows [rows, K] of the same, one expert after the other; of codes some at a time, which the caches hold."""
         panel, codes = library().batchgen_linear_panel(), self.codes
-        parts = 1 if self.activation is Activation.NONE else 2
+        parts = 2 if self.is_gated else 1
         width, size = panel // parts, self.in_features
         panels = -(-self.out_features // width)  # of an expert
         count = max(1, self.experts) * panels * panel  # columns of all panels
@@ -573,6 +585,12 @@ class PackedLinear(KernelLinear):
         self.run_with_adapter(call, rows)
         return y
 
+    def with_activation(self, activation: Activation) -> PackedLinear:
+        """Returns a layer that also applies an activation to each number. It has the same weights; this one has none."""
+        made = copy.copy(self)
+        made.gate, made.activation = Gating(activation, each=True), activation
+        return made
+
     def some_columns(self, x: torch.Tensor, panels: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Writes to y [R, N] what x [R, K] becomes, in the columns of these panels (int64) alone, and returns it."""
         rows = _in_words(x)
@@ -586,7 +604,8 @@ class PackedLinear(KernelLinear):
         product = Product(
             rows, self.out_features, self.words, x_row, y_row, self.activation, torch.get_num_threads(),
             x, address_of(self.weights), address_of(self.biases), y, codes=None if self.codes is None else self.codes.address,
-            experts=self.experts, starts=address_of(starts), alpha=self.gate.alpha, limit=self.gate.limit, **self.adapter_fields,
+            experts=self.experts, starts=address_of(starts), alpha=self.gate.alpha, limit=self.gate.limit, each=self.gate.each,
+            **self.adapter_fields,
         )  # fmt: skip
         return Call(kernel("linear", self.dtype, self.kind), product)
 

@@ -80,6 +80,16 @@ class Code(Enum):
     """Projections, a convolution, the gated delta rule, a gated norm, an output projection."""
     MAMBA2 = auto()
     """A projection, a convolution, Mamba2's recurrence, a gated norm, an output projection."""
+    ENCODER_LAYER = auto()
+    """A layer of an image encoder: norm, attention, sum, norm, MLP, sum."""
+    ENCODER_ATTENTION = auto()
+    """Of an image encoder: q, k and v, attention, an output projection."""
+    TURNED_ENCODER_ATTENTION = auto()
+    """The same with rotary embeddings."""
+    ATTENTION_IN_SEGMENTS = auto()
+    """The same with rotary embeddings in float32, after norms if the module has them. Tokens see those of their own segment."""
+    PLAIN_MLP = auto()
+    """A linear layer, an activation, a linear layer."""
     LAYER = auto()
     """A decoder layer: norm, attention or a recurrent mixer, sum, norm, MLP, sum. A layer with a `residual_multiplier` multiplies what it adds by it."""
     LAYER_WITH_DROPOUT = auto()
@@ -185,6 +195,22 @@ _KNOWN = {
     "c196e4e5528348a2": Code.LFM_LAYER_OF_FOUR_NORMS,  # LFM3
     "8cd7daf2f48e1e30": Code.MAMBA2,  # Granite 4 H, Nemotron-H, Bamba, Mamba2, Zamba2
     "ffd565d4ec0a205e": Code.MAMBA2,  # the same in transformers 5.17
+    "b39708f4f9507138": Code.ENCODER_LAYER,  # CLIP, SigLIP, Idefics and most others
+    "dcfd348014c2cf64": Code.ENCODER_LAYER,  # Qwen 2 VL to 3.5, GLM 4V
+    "421ddae78fed1bdc": Code.ENCODER_LAYER,  # PaddleOCR, VideoLLaMA 3
+    "48911d49eb758155": Code.ENCODER_LAYER,  # Ovis 2
+    "080c47400e7955c3": Code.ENCODER_LAYER,  # Pixtral
+    "c28ff892c129bed9": Code.ENCODER_ATTENTION,  # SigLIP, Idefics, SmolVLM
+    "0d42a4abf72c1936": Code.ENCODER_ATTENTION,  # CLIP
+    "15daf1da1a75d61f": Code.ATTENTION_IN_SEGMENTS,  # Qwen 2 VL to 3.5, GLM 4V
+    "040e68eba468a042": Code.ATTENTION_IN_SEGMENTS,  # Qwen 2.5 Omni
+    "f6a6e0d7a9d82f2c": Code.ATTENTION_IN_SEGMENTS,  # GLM-OCR
+    "92105b36e692b8bf": Code.ATTENTION_IN_SEGMENTS,  # EXAONE 4.5
+    "6d0f8ed61531e352": Code.ATTENTION_IN_SEGMENTS,  # PaddleOCR, VideoLLaMA 3
+    "2a62d31991dc93a7": Code.TURNED_ENCODER_ATTENTION,  # Pixtral
+    "dacfc5ae86c578fd": Code.PLAIN_MLP,  # CLIP, SigLIP and most others
+    "9ca1650479416716": Code.PLAIN_MLP,  # Qwen 3 VL and 3.5
+    "4e3e6f59926d6c5c": Code.PLAIN_MLP,  # Qwen 2 VL
     "93d662d105ce35eb": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
     "bc2f9c95094d14e2": Code.LAYER,  # Mixtral, MiniMax M2
     "2ac17ef6547413b2": Code.LAYER,  # gpt-oss

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers.activations import GELUTanh, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, QuickGELUActivation, SiLUActivation
 
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedAdapter, PackedLinear, fits
@@ -20,6 +20,8 @@ ACTIVATIONS = {
     torch.nn.SiLU: Activation.SILU,
     SiLUActivation: Activation.SILU,
     GELUTanh: Activation.GELU_TANH,
+    GELUActivation: Activation.GELU,
+    QuickGELUActivation: Activation.QUICK_GELU,
 }
 
 Around = Callable[[torch.nn.Module], AbstractContextManager[Any]]
@@ -156,6 +158,11 @@ def known_code(part: torch.nn.Module) -> Code | None:
     """Returns what a module's forward computes; None if it is not known, or if the module has hooks or a forward of its own."""
     forward = own_forward(part)
     return None if forward is None else code_of(forward, type(part))
+
+
+def first_part(module: torch.nn.Module, *names: str) -> Any:
+    """Returns the first of these parts that a module has; None if it has none of them."""
+    return next((part for part in map(module._modules.get, names) if part is not None), None)
 
 
 def is_plain(tensor: Any) -> bool:

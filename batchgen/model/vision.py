@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from transformers.utils import is_timm_available
 
 from batchgen.attention.encoder import EncoderAttention
+from batchgen.attention.encoder_layers import fuse_encoder_layers
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError, in_one_line, is_out_of_memory
 from batchgen.kernels.fusion import fuse_linear, fuse_small_parts
@@ -260,7 +261,6 @@ class Vision:
         weight = self._module.get_input_embeddings().weight
         pixels = self._pixels(image)
         inputs = {name: value.to(weight.device) for name, value in pixels.items() if name in self._arguments}
-        inputs = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in inputs.items()}
         if "vision_feature_layer" in self._arguments and hasattr(self._encoder.config, "vision_feature_layer"):
             inputs["vision_feature_layer"] = self._encoder.config.vision_feature_layer
         with EncoderAttention() if self._fuse else nullcontext():
@@ -294,19 +294,25 @@ class Vision:
             del self._prepared[next(iter(self._prepared))]
         self._prepare_ahead()
         try:
-            return self._processor.pixels(image) if future is None else future.result()
+            return self._read(image) if future is None else future.result()
         except RowError:
             for path in self._paths[image.token].keys() - {image.path}:
                 with suppress(RowError):
-                    return self._processor.pixels(replace(image, path=path))
+                    return self._read(replace(image, path=path))
             raise
+
+    def _read(self, image: Image) -> dict[str, Any]:
+        """Returns `ImageProcessor.pixels`, floats in the encoder's type."""
+        pixels = self._processor.pixels(image)
+        floats = {n: x for n, x in pixels.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        return pixels | {name: x.to(self._dtype) for name, x in floats.items()}
 
     def _prepare_ahead(self) -> None:
         while self._expected and len(self._prepared) < AHEAD:
             image = self._expected.popleft()
             known = self._features, self._prepared, self.failed
             if image.token in self._waiting and not any(image.token in kept for kept in known):
-                self._prepared[image.token] = self._threads.submit(self._processor.pixels, image)
+                self._prepared[image.token] = self._threads.submit(self._read, image)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -326,6 +332,7 @@ class Vision:
             fuse_linear(encoder, Packing())
             unpack(packed_in(encoder))
             fill_activations(encoder)
+            fuse_encoder_layers(encoder)
         return encoder
 
     @cached_property

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from batchgen.kernels.codes import IN_16_BITS, PackedTensor
@@ -76,6 +76,28 @@ def test_a_gated_layer_rounds_where_the_torch_modules_round(dtype, act, rows, in
 
 
 @dtypes
+@pytest.mark.parametrize("act", list(ACTS), ids=lambda a: a.name)
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 2, 1), (7, 32, 65), (300, 66, 100)])
+def test_a_layer_with_an_activation_of_each_number_rounds_where_the_torch_modules_round(
+    dtype, act, rows, inner, columns, threads
+):
+    weight, bias = numbers(columns, inner, dtype=dtype), numbers(columns, dtype=dtype, seed=2)
+    x = numbers(rows, inner, dtype=dtype, seed=3)
+    plain = PackedLinear([weight], [bias])
+    layer = plain.with_activation(act)
+    near(layer(x), ACTS[act](linear(x, weight, bias)))
+    assert torch.equal(layer.weight, weight)
+    near(plain(x), linear(x, weight, bias))
+
+
+def test_the_activations_of_large_numbers_and_of_nan():
+    x = torch.tensor([-1e30, -60.0, -5.0, -1e-3, 0.0, 1e-3, 5.0, 60.0, 1e30, torch.nan])[:, None]
+    for act, plain in ACTS.items():
+        got = PackedLinear([torch.ones(1, 1)], [None]).with_activation(act)(x)
+        torch.testing.assert_close(got, plain(x), atol=1e-6, rtol=1e-5, equal_nan=True)
+
+
+@dtypes
 @pytest.mark.parametrize("width", [96, 97])
 def test_rows_may_be_strided_and_have_any_shape(dtype, width):
     weight = numbers(40, 32, dtype=dtype)
@@ -127,6 +149,19 @@ def test_norms_equal_those_of_transformers(dtype, rounds_first, size, threads):
     for rows in (1, 3, 300):
         x = numbers(rows, size, dtype=dtype, seed=rows)
         near(norm_after_sum(x, weight, 1e-5, rounds_first)[1], plain_norm(x, weight, 1e-5, rounds_first))
+
+
+@dtypes
+@pytest.mark.parametrize("size", [1, 15, 16, 63, 64, 100, 512])
+def test_layer_norms_equal_those_of_torch(dtype, size, threads):
+    weight, bias = numbers(size, dtype=dtype).float(), numbers(size, dtype=dtype, seed=1).float()
+    for rows in (1, 3, 300):
+        x = numbers(rows, size, dtype=dtype, seed=rows) + 3
+        more = numbers(rows, size, dtype=dtype, seed=rows + 1)
+        want = layer_norm(x.float(), (size,), weight, bias, 1e-5).to(dtype)
+        near(norm_after_sum(x, weight, 1e-5, False, shift=bias)[1], want)
+        total, norm = norm_after_sum(x, weight, 1e-5, False, more, shift=bias)
+        assert torch.equal(norm, norm_after_sum(total, weight, 1e-5, False, shift=bias)[1])
 
 
 @pytest.mark.parametrize("x", [

@@ -28,10 +28,30 @@ struct Norm {  // `NormArguments` in ops.py is the same
     float* scales;
     int64_t q_row;  // elements of q from one row to the next
     double by, times;
+    // If given, x is centered first, and the result is moved by these numbers (LayerNorm).
+    const float* shift;
 };
 
 template <class T>
+void layer_norm_row(const Norm& n, const T* x, T* y) {
+    floats total = {}, squares = {};
+    for (int64_t i = 0; i < n.size; i += LANES) total += load_at(x, i, n.size);
+    const float mean = sum(total) / float(n.size);
+    int64_t i = 0;
+    for (; i + LANES <= n.size; i += LANES) {
+        const floats v = load_floats(x + i) - mean;
+        squares += v * v;
+    }
+    float rest = 0;
+    for (; i < n.size; i++) rest += (to_float(x[i]) - mean) * (to_float(x[i]) - mean);
+    const float scale = 1.0f / std::sqrt((sum(squares) + rest) / float(n.size) + float(n.eps));
+    for (i = 0; i < n.size; i += LANES)
+        store_at(y, i, n.size, (load_at(x, i, n.size) - mean) * scale * load_at(n.weight, i, n.size) + load_at(n.shift, i, n.size));
+}
+
+template <class T>
 void norm_row(const Norm& n, const T* x, T* y) {
+    if (n.shift) return layer_norm_row(n, x, y);
     floats squares[4] = {};
     int64_t i = 0;
     for (; i + 4 * LANES <= n.size; i += 4 * LANES)
