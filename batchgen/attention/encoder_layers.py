@@ -6,6 +6,7 @@ modules round.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -83,10 +84,11 @@ class _EncoderLayer:
     """A layer of an encoder, as a `DenseStack` of one layer."""
 
     def __init__(self, dense: DenseLayer, shared: _Shared, code: Code) -> None:
-        """`code`: of its attention. In segments the layer's forward gets tokens [T, hidden] and `cu_seqlens`, else [images, T, hidden]."""
-        self._dense, self._shared, self._code = DenseStack([dense], None, shared.workspace), shared, code
+        """`code`: of its attention. In segments the layer's forward gets the tokens of one image and `cu_seqlens`, else [images, T, hidden]."""
+        self._dense, self._shared = DenseStack([dense], None, shared.workspace), shared
         mixer: Any = dense.mixer
         self._mixer: Attention = mixer
+        self._in_segments = code in (Code.ATTENTION_IN_SEGMENTS, Code.TURNED_ATTENTION_IN_SEGMENTS)
         self._shape = LayerShape(self._mixer.kv_heads, self._mixer.head_size, self._mixer.head_size)
 
     def __call__(self, x: torch.Tensor, lengths: tuple[int, ...], turns: Turns | None) -> torch.Tensor | None:
@@ -115,9 +117,11 @@ class _EncoderLayer:
         self, x: torch.Tensor, second: Any = None, position_embeddings: Turns | None = None, **kwargs: Any
     ) -> tuple[tuple[int, ...], Turns | None] | None:
         """Returns the segments' lengths, and cos and sin, of the arguments of a layer; None for others than known ones."""
-        if self._code is Code.ATTENTION_IN_SEGMENTS:
+        if self._in_segments:
             ends: torch.Tensor | None = kwargs.get("cu_seqlens", second)
-            return None if ends is None or x.dim() != 2 else (tuple(ends.diff().tolist()), position_embeddings)
+            single = x.dim() == 2 or len(x) == 1
+            known = ends is not None and single and kwargs.get("attention_mask") is None
+            return (tuple(ends.diff().tolist()), position_embeddings) if known and ends is not None else None
         if x.dim() != 3 or not self._shared.shows_all(kwargs.get("attention_mask", second)):
             return None
         return (x.shape[1],) * len(x), position_embeddings
@@ -127,9 +131,11 @@ class _EncoderLayer:
         generator = torch.Generator().manual_seed(0)
         dtype, hidden = self._dense.layers[0].o.dtype, self._dense.layers[0].o.out_features
         x = random_numbers(generator, 1, 6, hidden).to(dtype)
-        more: dict[str, Any] = {"attention_mask": None}
-        if self._code is Code.ATTENTION_IN_SEGMENTS:
-            x, more = x[0], {"cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
+        masked = "attention_mask" in inspect.signature(inspect.unwrap(type(module).forward)).parameters
+        more: dict[str, Any] = {"attention_mask": None} if masked else {}
+        if self._in_segments:
+            x = x if masked else x[0]
+            more |= {"cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32), "max_seqlen": 4}
         if self._mixer.rotary is not None:
             half = random_numbers(generator, 2, 6, self._mixer.head_size // 2).to(dtype)
             more["position_embeddings"] = tuple(torch.cat((of, of), -1) for of in half)
@@ -144,14 +150,18 @@ def _encoder_layer(layer: Any, shared: _Shared) -> _EncoderLayer | None:
     if attention is None or attention._forward_hooks or attention._forward_pre_hooks:
         return None
     code = code_of(type(attention).forward, type(attention))
-    first = _norm(first_part(layer, "norm1", "layer_norm1", "rms_norm1", "attention_norm"))
-    second = _norm(first_part(layer, "norm2", "layer_norm2", "rms_norm2", "ffn_norm"))
+    first = _norm(first_part(layer, "norm1", "layer_norm1", "rms_norm1", "attention_norm", "layernorm_before"))
+    second = _norm(first_part(layer, "norm2", "layer_norm2", "rms_norm2", "ffn_norm", "layernorm_after"))
     mlp = _mlp(first_part(layer, "mlp", "ffn", "feed_forward"))
     if code not in _ROTARY or first is None or second is None or mlp is None:
         return None
     found = (first_part(attention, *names) for names in (("qkv", "q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")))
-    inputs, o = [part for part in found if part is not None], first_part(attention, "proj", "out_proj", "o_proj")
+    inputs, o = (
+        [part for part in found if part is not None],
+        first_part(attention, "proj", "out_proj", "o_proj", "projection_layer"),
+    )
     head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    head_norms = [norm for norm in head_norms if not isinstance(norm, torch.nn.Identity)]
     linear: list[Any] = [*inputs, o, mlp.gate_up, mlp.down]
     if any(type(part) is not PackedLinear for part in linear) or len({(part.dtype, part.kind) for part in linear}) > 1:
         return None
@@ -167,13 +177,17 @@ def _encoder_layer(layer: Any, shared: _Shared) -> _EncoderLayer | None:
     if made != mixer.widths[0]:
         return None
     norms = LayerNorms(before_attention=first, before_mlp=second)
-    return _EncoderLayer(DenseLayer(0, norms, joined(inputs), mixer, o, mlp), shared, code)
+    lambdas = (getattr(layer, name, None) for name in ("lambda_1", "lambda_2"))
+    first_scale, second_scale = (None if by is None else by.detach().float() for by in lambdas)
+    dense = DenseLayer(0, norms, joined(inputs), mixer, o, mlp, scales=(first_scale, second_scale))
+    return _EncoderLayer(dense, shared, code)
 
 
 _ROTARY = {
     Code.ENCODER_ATTENTION: None,
     Code.TURNED_ENCODER_ATTENTION: RotaryForm(),
-    Code.ATTENTION_IN_SEGMENTS: RotaryForm(keeps_type=True),
+    Code.ATTENTION_IN_SEGMENTS: None,
+    Code.TURNED_ATTENTION_IN_SEGMENTS: RotaryForm(keeps_type=True),
 }
 """By the code of attention."""
 

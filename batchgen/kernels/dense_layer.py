@@ -261,6 +261,8 @@ class DenseLayer:
     own_input: OwnInput | None = None
     by: float = 1.0
     times: float = 1.0
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    """Float32 [hidden], if what is added to x, and to s, is also multiplied by numbers of its own."""
 
 
 class Workspace:
@@ -564,7 +566,8 @@ class _Prepared:
                 break
             up: Any = layer.mlp.gate_up
             down: Any = layer.mlp.down
-            y = self._norm_of_sum(layer, layer.norms.before_mlp, residual, y, at.total, at.normed, up)
+            first, second = layer.scales
+            y = self._norm_of_sum(layer, layer.norms.before_mlp, residual, y, at.total, at.normed, up, each=first)
             self._product(up, y, at.gated, up.out_features, at)
             self._product(down, at.gated, at.more, hidden, at)
             y = self._norm_of(layer.norms.after_mlp, at.more, at.normed)
@@ -574,12 +577,13 @@ class _Prepared:
             if i + 1 < len(layers):
                 following = layers[i + 1]
                 norm = following.norms.before_attention
-                y = self._norm_of_sum(layer, norm, total, y, at.residual, at.normed, following.inputs[0], layer.times)
+                read = following.inputs[0]
+                y = self._norm_of_sum(layer, norm, total, y, at.residual, at.normed, read, layer.times, second)
                 residual = at.residual
             elif stack.norm is None:
-                self._norm_of_sum(layer, None, total, y, _Now.OUT, at.normed, times=layer.times)
+                self._norm_of_sum(layer, None, total, y, _Now.OUT, at.normed, times=layer.times, each=second)
             else:
-                self._norm_of_sum(layer, stack.norm, total, y, at.residual, _Now.OUT, times=layer.times)
+                self._norm_of_sum(layer, stack.norm, total, y, at.residual, _Now.OUT, times=layer.times, each=second)
         self._calls = Calls(self._added)
 
     def run(self, attention: Attends, now: dict[_Now, int | None]) -> None:
@@ -777,10 +781,12 @@ class _Prepared:
         y: _Place,
         read: Linear | None = None,
         times: float = 1.0,
+        each: torch.Tensor | None = None,
     ) -> _Place:
         """Adds a layer's sum of the rows at x and `more`, into `total`, and its norm, into y. Returns where the result is: `total` without a norm."""
         size, to = layer.o.out_features, None if of is None else y
-        self._norm(of, 1, size, size, read, x=x, more=more, sum=total, y=to, by=layer.by, times=times)
+        scale = {"by": layer.by, "times": times, "each": address_of(each)}
+        self._norm(of, 1, size, size, read, x=x, more=more, sum=total, y=to, **scale)
         return total if of is None else y
 
     def _norm(

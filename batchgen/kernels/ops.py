@@ -87,7 +87,7 @@ class NormArguments(ctypes.Structure):
         ("q_row", ctypes.c_int64),
         ("by", ctypes.c_double),
         ("times", ctypes.c_double),
-        *pointers("shift"),
+        *pointers("shift", "each"),
     )
 
     def __init__(self, *fields: Any, by: float = 1.0, times: float = 1.0, **named: Any) -> None:

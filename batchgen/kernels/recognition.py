@@ -81,13 +81,15 @@ class Code(Enum):
     MAMBA2 = auto()
     """A projection, a convolution, Mamba2's recurrence, a gated norm, an output projection."""
     ENCODER_LAYER = auto()
-    """A layer of an image encoder: norm, attention, sum, norm, MLP, sum."""
+    """A layer of an image encoder: norm, attention, sum, norm, MLP, sum. What is added may be multiplied by `lambda_1` and `lambda_2`."""
     ENCODER_ATTENTION = auto()
-    """Of an image encoder: q, k and v, attention, an output projection."""
+    """Of an image encoder: q, k and v, norms of q and k if the module has them, attention, an output projection."""
     TURNED_ENCODER_ATTENTION = auto()
     """The same with rotary embeddings."""
     ATTENTION_IN_SEGMENTS = auto()
-    """The same with rotary embeddings in float32, after norms if the module has them. Tokens see those of their own segment."""
+    """`ENCODER_ATTENTION` where tokens see those of their own segment."""
+    TURNED_ATTENTION_IN_SEGMENTS = auto()
+    """The same with rotary embeddings in float32."""
     PLAIN_MLP = auto()
     """A linear layer, an activation, a linear layer."""
     LAYER = auto()
@@ -200,13 +202,20 @@ _KNOWN = {
     "421ddae78fed1bdc": Code.ENCODER_LAYER,  # PaddleOCR, VideoLLaMA 3
     "48911d49eb758155": Code.ENCODER_LAYER,  # Ovis 2
     "080c47400e7955c3": Code.ENCODER_LAYER,  # Pixtral
+    "748416b6ee53eeac": Code.ENCODER_LAYER,  # InternVL
+    "ffaa6bc5801104b2": Code.ENCODER_LAYER,  # Qianfan-OCR
+    "4c3b8c0a46cc4004": Code.ENCODER_ATTENTION,  # InternVL, Qianfan-OCR
+    "4bd5fd7f52a09964": Code.ENCODER_ATTENTION,  # Janus
+    "2943fed12d90e533": Code.ATTENTION_IN_SEGMENTS,  # MiniCPM-V and -OCR
+    "1302eb51a715d324": Code.ATTENTION_IN_SEGMENTS,  # Hunyuan VL
+    "606619f994e58d73": Code.PLAIN_MLP,  # Janus
     "c28ff892c129bed9": Code.ENCODER_ATTENTION,  # SigLIP, Idefics, SmolVLM
     "0d42a4abf72c1936": Code.ENCODER_ATTENTION,  # CLIP
-    "15daf1da1a75d61f": Code.ATTENTION_IN_SEGMENTS,  # Qwen 2 VL to 3.5, GLM 4V
-    "040e68eba468a042": Code.ATTENTION_IN_SEGMENTS,  # Qwen 2.5 Omni
-    "f6a6e0d7a9d82f2c": Code.ATTENTION_IN_SEGMENTS,  # GLM-OCR
-    "92105b36e692b8bf": Code.ATTENTION_IN_SEGMENTS,  # EXAONE 4.5
-    "6d0f8ed61531e352": Code.ATTENTION_IN_SEGMENTS,  # PaddleOCR, VideoLLaMA 3
+    "15daf1da1a75d61f": Code.TURNED_ATTENTION_IN_SEGMENTS,  # Qwen 2 VL to 3.5, GLM 4V
+    "040e68eba468a042": Code.TURNED_ATTENTION_IN_SEGMENTS,  # Qwen 2.5 Omni
+    "f6a6e0d7a9d82f2c": Code.TURNED_ATTENTION_IN_SEGMENTS,  # GLM-OCR
+    "92105b36e692b8bf": Code.TURNED_ATTENTION_IN_SEGMENTS,  # EXAONE 4.5
+    "6d0f8ed61531e352": Code.TURNED_ATTENTION_IN_SEGMENTS,  # PaddleOCR, VideoLLaMA 3
     "2a62d31991dc93a7": Code.TURNED_ENCODER_ATTENTION,  # Pixtral
     "dacfc5ae86c578fd": Code.PLAIN_MLP,  # CLIP, SigLIP and most others
     "9ca1650479416716": Code.PLAIN_MLP,  # Qwen 3 VL and 3.5

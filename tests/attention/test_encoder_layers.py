@@ -1,5 +1,6 @@
 """Layers of image encoders in one call of the kernels."""
 
+import inspect
 from itertools import pairwise
 
 import pytest
@@ -21,8 +22,10 @@ from support.params import slow_but
 from support.shapes import family_config
 from support.vision import FAMILIES
 
-IN_SEGMENTS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm_ocr", "exaone4_5", "qwen2_5_omni_thinker", "paddleocr_vl"]
-OF_IMAGES = ["llava", "gemma3", "idefics3", "ovis2", "mistral3"]
+IN_SEGMENTS = [
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm_ocr", "exaone4_5", "qwen2_5_omni_thinker", "paddleocr_vl", "minicpmv4_6", "hunyuan_vl",
+]  # fmt: skip
+OF_IMAGES = ["llava", "gemma3", "idefics3", "ovis2", "mistral3", "internvl", "janus"]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -50,11 +53,17 @@ def inputs_of(layer, tokens, dtype, images=1):
     angle = torch.rand((tokens, hidden // attention.num_heads // 2), generator=numbers)
     turns = tuple(torch.cat((of, of), -1) for of in (angle.cos(), angle.sin()))
     code = code_of(type(attention).forward, type(attention))
-    if code is Code.ATTENTION_IN_SEGMENTS:
+    masked = "attention_mask" in inspect.signature(inspect.unwrap(type(layer).forward)).parameters
+    more = {"attention_mask": None} if masked else {}
+    if code in (Code.ATTENTION_IN_SEGMENTS, Code.TURNED_ATTENTION_IN_SEGMENTS):
         ends = [0, tokens // 3, tokens // 3 + tokens // 7, tokens]
-        return x[0], {"cu_seqlens": torch.tensor(ends, dtype=torch.int32), "position_embeddings": turns}
-    turned = {"position_embeddings": tuple(of.to(dtype) for of in turns)} if code is not Code.ENCODER_ATTENTION else {}
-    return x, {"attention_mask": None, **turned}
+        more |= {"cu_seqlens": torch.tensor(ends, dtype=torch.int32), "max_seqlen": tokens}
+    if code is Code.TURNED_ATTENTION_IN_SEGMENTS:
+        return x[0], more | {"position_embeddings": turns}
+    turned = (
+        {"position_embeddings": tuple(of.to(dtype) for of in turns)} if code is Code.TURNED_ENCODER_ATTENTION else {}
+    )
+    return x, more | turned
 
 
 def by_parts(layer, x, **more):

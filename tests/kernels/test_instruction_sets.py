@@ -34,7 +34,7 @@ sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
 """
 TESTS = ("tests/kernels/test_ops.py", "tests/kernels/test_pool.py", "tests/kernels/test_int8.py", "tests/kernels/test_recurrent.py",
          "tests/kernels/test_dense_layer.py", "tests/kernels/test_experts.py", "tests/kernels/test_coded.py", "tests/kernels/test_wanted_logits.py",
-         "tests/attention/test_cpu_backend.py", "tests/attention/test_encoder.py")  # fmt: skip
+         "tests/attention/test_cpu_backend.py", "tests/attention/test_encoder.py", "tests/attention/test_encoder_layers.py")  # fmt: skip
 SANITIZERS = {
     "alone": ([], "", {}),
     "thread": (["-g", "-fsanitize=thread"], "libtsan.so", {"TSAN_OPTIONS": "die_after_fork=0:exitcode=0"}),

@@ -30,6 +30,7 @@ struct Norm {  // `NormArguments` in ops.py is the same
     double by, times;
     // If given, x is centered first, and the result is moved by these numbers (LayerNorm).
     const float* shift;
+    const float* each;  // [size] If given, `more` is multiplied by these numbers, too.
 };
 
 template <class T>
@@ -73,8 +74,11 @@ void norm_row(const Norm& n, const T* x, T* y) {
 }
 
 template <class T>
-INLINE void add_row(const T* x, const T* more, float by, T* sum, int64_t size) {
-    if (by == 1)
+INLINE void add_row(const T* x, const T* more, float by, const float* each, T* sum, int64_t size) {
+    if (each)
+        for (int64_t i = 0; i < size; i += LANES)
+            store_at(sum, i, size, load_at(x, i, size) + rounded<T>(load_at(more, i, size) * load_at(each, i, size) * by));
+    else if (by == 1)
         for (int64_t i = 0; i < size; i += LANES) store_at(sum, i, size, load_at(x, i, size) + load_at(more, i, size));
     else
         for (int64_t i = 0; i < size; i += LANES) store_at(sum, i, size, load_at(x, i, size) + rounded<T>(load_at(more, i, size) * by));
@@ -87,7 +91,7 @@ void norm(const Norm& n) {
         const T* x = (const T*)n.x + row / n.inner * n.x_outer + row % n.inner * n.x_inner;
         if (n.more) {
             T* sum = (T*)n.sum + row * n.size;
-            add_row(x, (const T*)n.more + row * n.size, float(n.by), sum, n.size);
+            add_row(x, (const T*)n.more + row * n.size, float(n.by), n.each, sum, n.size);
             if (n.times != 1)
                 for (int64_t i = 0; i < n.size; i += LANES) store_at(sum, i, n.size, load_at(sum, i, n.size) * float(n.times));
             x = sum;
