@@ -7,6 +7,7 @@ modules round.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -54,15 +55,19 @@ class _Shared:
         self.workspace = Workspace()
         self._caches: dict[tuple[Any, ...], KVCache] = {}
         self._attentions: dict[tuple[Any, ...], SegmentAttention] = {}
-        self._mask: tuple[Any, bool] = None, True
-        """The last mask, and whether it shows all."""
+        self._mask: Callable[[], Any] = lambda: None
+        """Returns the last mask, while it is in use."""
+        self._shows_all = True
+        """Whether that shows all."""
 
     def shows_all(self, mask: Any) -> bool:
         """Whether a mask lets every token see every one. Layers that follow each other have the same mask."""
-        if mask is not self._mask[0]:
-            shows = isinstance(mask, torch.Tensor) and bool(mask.all() if mask.dtype == torch.bool else not mask.any())
-            self._mask = mask, mask is None or shows
-        return self._mask[1]
+        if not isinstance(mask, torch.Tensor):
+            return mask is None
+        if mask is not self._mask():
+            self._mask = weakref.ref(mask)
+            self._shows_all = bool(mask.all() if mask.dtype == torch.bool else not mask.any())
+        return self._shows_all
 
     def attention(self, lengths: tuple[int, ...], shape: LayerShape, dtype: torch.dtype) -> SegmentAttention:
         """Returns the attention of segments of these lengths. It is the same one as before where they are those of the last layers."""
@@ -98,10 +103,10 @@ class _EncoderLayer:
             in_float32 = self._mixer.rotary is not None and self._mixer.rotary.keeps_type
             cos, sin = (of.float() if in_float32 else of for of in turns)
             turns = cos[None], sin[None]
-        attention = self._shared.attention(lengths, self._shape, x.dtype)
-        if rows.shape[1] * self._dense.row_bytes > MOST_BYTES or not self._dense.takes(rows, turns, attention):
+        if rows.shape[1] * self._dense.row_bytes > MOST_BYTES or sum(lengths) != rows.shape[1]:
             return None
-        return self._dense(rows, turns, attention).view(x.shape)
+        attention = self._shared.attention(lengths, self._shape, x.dtype)
+        return self._dense(rows, turns, attention).view(x.shape) if self._dense.takes(rows, turns, attention) else None
 
     def forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a forward of the layer. `plain`: that of its class, for inputs that the call does not take."""
@@ -119,9 +124,9 @@ class _EncoderLayer:
         """Returns the segments' lengths, and cos and sin, of the arguments of a layer; None for others than known ones."""
         if self._in_segments:
             ends: torch.Tensor | None = kwargs.get("cu_seqlens", second)
-            single = x.dim() == 2 or len(x) == 1
-            known = ends is not None and single and kwargs.get("attention_mask") is None
-            return (tuple(ends.diff().tolist()), position_embeddings) if known and ends is not None else None
+            if ends is None or kwargs.get("attention_mask") is not None or (x.dim() == 3 and len(x) > 1):
+                return None
+            return tuple(length for length in ends.diff().tolist() if length), position_embeddings
         if x.dim() != 3 or not self._shared.shows_all(kwargs.get("attention_mask", second)):
             return None
         return (x.shape[1],) * len(x), position_embeddings
@@ -156,10 +161,8 @@ def _encoder_layer(layer: Any, shared: _Shared) -> _EncoderLayer | None:
     if code not in _ROTARY or first is None or second is None or mlp is None:
         return None
     found = (first_part(attention, *names) for names in (("qkv", "q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")))
-    inputs, o = (
-        [part for part in found if part is not None],
-        first_part(attention, "proj", "out_proj", "o_proj", "projection_layer"),
-    )
+    inputs = [part for part in found if part is not None]
+    o = first_part(attention, "proj", "out_proj", "o_proj", "projection_layer")
     head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     head_norms = [norm for norm in head_norms if not isinstance(norm, torch.nn.Identity)]
     linear: list[Any] = [*inputs, o, mlp.gate_up, mlp.down]

@@ -97,7 +97,8 @@ class DeviceMLP(torch.nn.Module):
 
 def _mlp_on_device(part: Any) -> torch.nn.Module | None:
     found = parts_of_mlp(part)
-    return None if found is None else DeviceMLP(part, *found)
+    known = found is not None and found[1] in (Activation.SILU, Activation.GELU_TANH)
+    return DeviceMLP(part, *found) if known and found is not None else None
 
 
 class DeviceProjection(torch.nn.Module):

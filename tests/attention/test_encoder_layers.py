@@ -118,6 +118,18 @@ def test_a_segment_has_the_bits_that_it_has_alone():
 
 
 @torch.inference_mode()
+def test_a_segment_of_no_tokens_changes_nothing(calls):
+    layer = layers_of("qwen2_5_vl")[0]
+    x, more = inputs_of(layer, 30, torch.float32)
+    expected = layer(x, **more)
+    begin, *ends = more["cu_seqlens"].tolist()
+    more["cu_seqlens"] = torch.tensor([begin, begin, *ends, ends[-1]], dtype=torch.int32)
+    calls.clear()
+    assert torch.equal(layer(x, **more), expected)
+    assert calls == [30]
+
+
+@torch.inference_mode()
 def test_images_side_by_side_have_the_bits_that_they_have_alone():
     layer = layers_of("gemma3")[0]
     x, more = inputs_of(layer, 50, torch.float32, images=3)
