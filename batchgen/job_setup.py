@@ -90,11 +90,11 @@ class JobSetup:
         return RequestReader(self.config, self.prompts, self.grammars.checked, job, outcomes, ahead=ahead)
 
     def quantized_texts(self) -> list[TokenArray]:
-        """Returns the prompts on which `--quantize` is measured: a few of the first rows, at equal distances."""
+        """Returns the prompts on which `--quantize` is measured, without images: a few of the first rows, at equal distances."""
         if self.config.model.quantize == "none":
             return []
         chosen = evenly(self.rows, QUANTIZED_TEXTS)
-        return [built.tokens for built in self.prompts.build(chosen) if isinstance(built, Request)]
+        return [built.text_tokens for built in self.prompts.build(chosen) if isinstance(built, Request)]
 
 
 def set_up_job(command: JobCommand, signals: Signals, tracker: Tracker) -> tuple[JobSetup, Store | FinishedJob]:

@@ -625,3 +625,12 @@ def test_options_of_images_need_a_model_that_sees(option, model, tiny_model_dir)
     message = rf"^{option}: only text can be sent; leave it out, or use a model that sees$"
     with pytest.raises(UsageError, match=message):
         run_job(config)
+
+
+def test_8_bits_are_compared_on_the_text_of_rows_with_images(model):
+    write(rows())
+    in_8_bits = ModelConfig(model=str(model), device="cpu", dtype="float32", quantize="int8")
+    stats = run_job(replace(config_of(model), model=in_8_bits)).stats
+    assert stats["job"]["rows_ok"] == 13
+    assert stats["quantization"]["rows"] == 4
+    assert stats["job"]["images_encoded"] == 4
