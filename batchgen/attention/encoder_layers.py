@@ -13,13 +13,23 @@ from types import MethodType
 from typing import Any
 
 import torch
+from transformers.activations import GELUActivation, QuickGELUActivation
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.cpu_backend import SegmentAttention, segment_blocks, segment_cache
 from batchgen.attention.kv_cache import KVCache, LayerShape
-from batchgen.kernels.dense_layer import Attention, DenseLayer, DenseStack, LayerNorms, Turns, Workspace, joined
+from batchgen.kernels.dense_layer import (
+    Attention,
+    DenseLayer,
+    DenseStack,
+    LayerNorms,
+    PlainMLP,
+    Turns,
+    Workspace,
+    joined,
+)
 from batchgen.kernels.fusion import FusedMLP, FusedNorm, RotaryForm
-from batchgen.kernels.ops import PackedLinear
+from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.kernels.recognition import Code, code_of
 from batchgen.kernels.replacing import (
     ACTIVATIONS,
@@ -206,14 +216,15 @@ def _norm(norm: Any) -> FusedNorm | None:
     return FusedNorm(norm.weight, 0.0, norm.eps, rounds_first=False, bias=norm.bias)
 
 
-def _mlp(mlp: Any) -> FusedMLP | None:
+def _mlp(mlp: Any) -> FusedMLP | PlainMLP | None:
     """Returns an MLP whose linear layers are kernels; None for unknown ones."""
     if isinstance(mlp, FusedMLP):
         return mlp
     if known_code(mlp) is not Code.PLAIN_MLP:
         return None
     first, second = first_part(mlp, "fc1", "linear_fc1"), first_part(mlp, "fc2", "linear_fc2")
-    activation = ACTIVATIONS.get(type(first_part(mlp, "activation_fn", "act_fn", "act")))
-    if activation is None or type(first) is not PackedLinear:
-        return None
-    return FusedMLP(first.with_activation(activation), second)
+    activation = _ACTIVATIONS.get(type(first_part(mlp, "activation_fn", "act_fn", "act")))
+    return None if activation is None else PlainMLP(first, activation, second)
+
+
+_ACTIVATIONS = ACTIVATIONS | {GELUActivation: Activation.GELU, QuickGELUActivation: Activation.QUICK_GELU}

@@ -29,6 +29,7 @@ from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, 
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import (
     Activation,
+    ActivationArguments,
     Call,
     Calls,
     Heads,
@@ -244,6 +245,16 @@ class OwnInput:
 
 
 @dataclass(frozen=True, eq=False)
+class PlainMLP:
+    """down(act(up(x)))"""
+
+    gate_up: Linear
+    """up; under the name that it has in `FusedMLP`."""
+    activation: Activation
+    down: Linear
+
+
+@dataclass(frozen=True, eq=False)
 class DenseLayer:
     """s = x + o(mixer(inputs(norm(x)))) and norm(s), then s + down(act(gate(norm(s))) * up(norm(s))), with the norms that the layer has.
 
@@ -256,7 +267,7 @@ class DenseLayer:
     """The linear layers that read x. What they make lies side by side in this order."""
     mixer: Attention | Recurrence | ShortConvolution
     o: Linear
-    mlp: FusedMLP | None
+    mlp: FusedMLP | PlainMLP | None
     """None if the layer ends before its MLP, or has none: then there is no norm before it either."""
     own_input: OwnInput | None = None
     by: float = 1.0
@@ -564,12 +575,12 @@ class _Prepared:
             if layer.mlp is None:
                 self._norm_of_sum(layer, layer.norms.before_mlp, residual, y, _Now.OUT, _Now.NORMED)
                 break
-            up: Any = layer.mlp.gate_up
-            down: Any = layer.mlp.down
+            mlp: Any = layer.mlp
             first, second = layer.scales
-            y = self._norm_of_sum(layer, layer.norms.before_mlp, residual, y, at.total, at.normed, up, each=first)
-            self._product(up, y, at.gated, up.out_features, at)
-            self._product(down, at.gated, at.more, hidden, at)
+            y = self._norm_of_sum(
+                layer, layer.norms.before_mlp, residual, y, at.total, at.normed, mlp.gate_up, each=first
+            )
+            self._run_mlp(mlp, y, hidden, at)
             y = self._norm_of(layer.norms.after_mlp, at.more, at.normed)
             total = at.total
             if layer.own_input is not None:
@@ -675,6 +686,15 @@ class _Prepared:
         """Adds the products of x and a gate, `inner` parts of `size` numbers in each row. `fields`: the others of its argument."""
         call = Call(kernel("gate", self._dtype), Gate(activation=activation, threads=self._threads))
         self._add(call, rows=self._rows, inner=inner, size=size, **fields)
+
+    def _run_mlp(self, mlp: Any, x: _Place, hidden: int, at: _LayerResults) -> None:
+        """Adds an MLP of the rows at x."""
+        size = mlp.gate_up.out_features
+        self._product(mlp.gate_up, x, at.gated, size, at)
+        if isinstance(mlp, PlainMLP):
+            call = Call(kernel("activate", self._dtype), ActivationArguments(0, size, mlp.activation, self._threads))
+            self._add(call, rows=self._rows, y=at.gated)
+        self._product(mlp.down, at.gated, at.more, hidden, at)
 
     def _recur(self, index: int, mixer: Recurrence, at: _LayerResults) -> int:
         """Adds the convolution, the recurrence and its gated norm. Returns where the output is."""

@@ -97,8 +97,7 @@ class DeviceMLP(torch.nn.Module):
 
 def _mlp_on_device(part: Any) -> torch.nn.Module | None:
     found = parts_of_mlp(part)
-    known = found is not None and found[1] in (Activation.SILU, Activation.GELU_TANH)
-    return DeviceMLP(part, *found) if known and found is not None else None
+    return None if found is None else DeviceMLP(part, *found)
 
 
 class DeviceProjection(torch.nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -127,6 +126,12 @@ class _Summary(ctypes.Structure):
     _fields_ = (*integers("rows", "columns", "x_row", "k", "threads"), *pointers("x", "best", "log_weights", "tokens"))
 
 
+class ActivationArguments(ctypes.Structure):
+    """`Activated` in elementwise.cpp is the same."""
+
+    _fields_ = (*integers("rows", "size", "activation", "threads"), *pointers("y"))
+
+
 class RowTable(ctypes.Structure):
     """`RowTable` in rows.cpp is the same."""
 
@@ -184,6 +189,14 @@ def add_rows(x: torch.Tensor, more: torch.Tensor, by: float = 1.0) -> torch.Tens
 def can_add(x: torch.Tensor, more: torch.Tensor) -> bool:
     """Whether `add_rows` accepts these."""
     return are_known(x, more) and x.shape == more.shape and x.is_contiguous() and more.is_contiguous()
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Changes x [..., N], which is contiguous and of one of `DTYPES`, to its activation, and returns it. Rounds once."""
+    size = x.shape[-1]
+    arguments = ActivationArguments(x.numel() // max(1, size), size, activation, torch.get_num_threads(), x.data_ptr())
+    kernel("activate", x.dtype)(ctypes.byref(arguments))
+    return x
 
 
 def sample_rows(x: torch.Tensor, records: NDArray[Any], u: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -364,18 +377,17 @@ class Activation(IntEnum):
     SIGMOID = 4
     """Of `Gate` alone."""
     QUICK_GELU = 5
+    """Of `activate` alone, like GELU."""
     GELU = 6
 
 
 class Gating(NamedTuple):
-    """How a gated layer makes one number of two, or another layer a number of each."""
+    """How a gated layer makes one number of two."""
 
     activation: Activation = Activation.NONE
     alpha: float = 0.0
     limit: float = 0.0
     """Of `CLAMPED`: g * sigmoid(alpha * g) * (u + 1), g at most `limit` and u between -`limit` and `limit`."""
-    each: bool = False
-    """Whether the layer is act(x W^T + bias), and not gated."""
 
 
 class Product(ctypes.Structure):
@@ -393,7 +405,7 @@ class Product(ctypes.Structure):
         *pointers("chosen"),
         *integers("chosen_panels"),
         *pointers("low", "up"),
-        *integers("rank", "each"),
+        *integers("rank"),
     )
 
 
@@ -418,7 +430,7 @@ def fits(weight: torch.Tensor) -> bool:
 
 
 class KernelLinear(torch.nn.Module):
-    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), or act(x W^T + bias), rounded where the plain modules round.
+    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round.
 
     Or the same layer of all experts of a mixture, which maps rows that lie in the order of their experts.
     """
@@ -445,13 +457,9 @@ class KernelLinear(torch.nn.Module):
         self.adapter: PackedAdapter | None = None
 
     @property
-    def is_gated(self) -> bool:
-        return self.activation is not Activation.NONE and not self.gate.each
-
-    @property
     def num_parts(self) -> int:
         """Number of plain linear layers that it stands for: gate and up are two, of each expert."""
-        return max(1, self.experts) * (2 if self.is_gated else 1)
+        return max(1, self.experts) * (1 if self.activation is Activation.NONE else 2)
 
     @property
     def num_weights(self) -> int:
@@ -483,7 +491,7 @@ class KernelLinear(torch.nn.Module):
     def pieces(self) -> Iterator[list[torch.Tensor]]:
         """Yields the rows [rows, K] of the same, one expert after the other; of codes some at a time, which the caches hold."""
         panel, codes = library().batchgen_linear_panel(), self.codes
-        parts = 2 if self.is_gated else 1
+        parts = 1 if self.activation is Activation.NONE else 2
         width, size = panel // parts, self.in_features
         panels = -(-self.out_features // width)  # of an expert
         count = max(1, self.experts) * panels * panel  # columns of all panels
@@ -585,12 +593,6 @@ class PackedLinear(KernelLinear):
         self.run_with_adapter(call, rows)
         return y
 
-    def with_activation(self, activation: Activation) -> PackedLinear:
-        """Returns a layer that also applies an activation to each number. It has the same weights; this one has none."""
-        made = copy.copy(self)
-        made.gate, made.activation = Gating(activation, each=True), activation
-        return made
-
     def some_columns(self, x: torch.Tensor, panels: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Writes to y [R, N] what x [R, K] becomes, in the columns of these panels (int64) alone, and returns it."""
         rows = _in_words(x)
@@ -604,8 +606,7 @@ class PackedLinear(KernelLinear):
         product = Product(
             rows, self.out_features, self.words, x_row, y_row, self.activation, torch.get_num_threads(),
             x, address_of(self.weights), address_of(self.biases), y, codes=None if self.codes is None else self.codes.address,
-            experts=self.experts, starts=address_of(starts), alpha=self.gate.alpha, limit=self.gate.limit, each=self.gate.each,
-            **self.adapter_fields,
+            experts=self.experts, starts=address_of(starts), alpha=self.gate.alpha, limit=self.gate.limit, **self.adapter_fields,
         )  # fmt: skip
         return Call(kernel("linear", self.dtype, self.kind), product)
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers.activations import GELUActivation, GELUTanh, QuickGELUActivation, SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
 
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedAdapter, PackedLinear, fits
@@ -20,8 +20,6 @@ ACTIVATIONS = {
     torch.nn.SiLU: Activation.SILU,
     SiLUActivation: Activation.SILU,
     GELUTanh: Activation.GELU_TANH,
-    GELUActivation: Activation.GELU,
-    QuickGELUActivation: Activation.QUICK_GELU,
 }
 
 Around = Callable[[torch.nn.Module], AbstractContextManager[Any]]

@@ -69,14 +69,6 @@ def test_a_model_gives_the_same_with_them(device, family, dtype):
     assert apart <= (1e-5 if dtype == torch.float32 else 0.05)
 
 
-@pytest.mark.parametrize("act", ["gelu", "quick_gelu", "relu"])
-def test_a_gated_mlp_with_an_activation_that_the_kernel_lacks_stays(act):
-    model = build("llama", hidden_act=act)
-    fuse_on_device(model)
-    assert "norms" in replaced(model)
-    assert not modules(model, DeviceMLP)
-
-
 @pytest.mark.parametrize(("family", "dtype"), slow_but(in_turn(PARTS, DTYPES[::-1]), product(PARTS, DTYPES)), ids=str)
 def test_each_part_gives_what_its_module_gives(device, family, dtype):
     model = build(family).to(device, dtype)

@@ -93,7 +93,7 @@ SAM = {
     "hidden_size": 16, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 1, "patch_size": 2, "global_attn_indexes": [1],
     "mlp_dim": 24,
 }  # fmt: skip
-PIXTRAL = SIGLIP | {"model_type": "pixtral", "image_size": 112}
+PIXTRAL = SIGLIP | {"model_type": "pixtral", "image_size": 112, "hidden_act": "silu"}
 QWEN_EYE = {
     "depth": 2,
     "hidden_size": 32,

@@ -4,21 +4,10 @@
 
 enum Activation : int64_t { NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED = 3, SIGMOID = 4, QUICK_GELU = 5, GELU = 6 };
 
-// erf of x >= 0, to 2e-7 (Abramowitz and Stegun, 7.1.26).
-INLINE floats error_function(floats x) {
-    const floats t = 1.0f / (1.0f + 0.3275911f * x);
-    const floats sum = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
-    return 1.0f - sum * exp(-x * x);
-}
-
 // For float32 as exact as a division, for bfloat16 as exact as the result's rounding.
 template <class T>
 INLINE floats activate(int64_t which, floats x) {
-    if (which == GELU) {  // x * (1 + erf(x / sqrt 2)) / 2
-        const floats size = max(x, -x);
-        return 0.5f * (x + size * error_function(size * 0.70710678f));
-    }
-    floats power = which == QUICK_GELU ? -1.702f * x : -x;
+    floats power = -x;
     if (which == GELU_TANH) {  // x * (1 + tanh u) / 2 = x / (1 + e^-2u)
         const floats u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
         power = -2.0f * u;

@@ -103,6 +103,29 @@ void norm(const Norm& n) {
     });
 }
 
+struct Activated {  // `ActivationArguments` in ops.py is the same
+    int64_t rows, size, activation, threads;
+    void* y;  // [rows][size], changed in place
+};
+
+template <class T>
+INLINE floats activated(int64_t which, floats x) {
+    if (which == QUICK_GELU) return x / (1.0f + exp(-1.702f * x));
+    if (which != GELU) return activate<T>(which, x);
+    // x * (1 + erf(x / sqrt 2)) / 2, with erf to 2e-7 (Abramowitz and Stegun, 7.1.26)
+    const floats size = max(x, -x), z = size * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+    const floats sum = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    return 0.5f * (x + size * (1.0f - sum * exp(-z * z)));
+}
+
+template <class T>
+void activate_rows(const Activated& a) {
+    for_each(a.rows, threads_for(a.rows * a.size, a.threads), [&](int64_t row) {
+        T* y = (T*)a.y + row * a.size;
+        for (int64_t i = 0; i < a.size; i += LANES) store_at(y, i, a.size, activated<T>(a.activation, load_at(y, i, a.size)));
+    });
+}
+
 struct Rotary {  // `RotaryArguments` in ops.py is the same
     int64_t tokens, q_heads, k_heads, size, turned;  // the first `turned` elements of each head are rotated
     int64_t q_token, q_head, k_token, k_head, cos_token;  // elements from one to the next; sin has the layout of cos
@@ -167,6 +190,8 @@ void rotary(const Rotary& r) {
 
 EXPORT void batchgen_norm_float32(const Norm* n) { norm<float>(*n); }
 EXPORT void batchgen_norm_bfloat16(const Norm* n) { norm<bf16>(*n); }
+EXPORT void batchgen_activate_float32(const Activated* a) { activate_rows<float>(*a); }
+EXPORT void batchgen_activate_bfloat16(const Activated* a) { activate_rows<bf16>(*a); }
 EXPORT void batchgen_rotary_float32(const Rotary* r) { rotary<float, float>(*r); }
 EXPORT void batchgen_rotary_bfloat16(const Rotary* r) { rotary<bf16, bf16>(*r); }
 EXPORT void batchgen_rotary_bfloat16_by_float32(const Rotary* r) { rotary<bf16, float>(*r); }

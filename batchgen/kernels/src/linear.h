@@ -1,4 +1,4 @@
-// Linear layers with weights packed once: y = x W^T + bias, or y = act(x G^T) * (x U^T) for a gated one, or y = act(x W^T + bias).
+// Linear layers with weights packed once: y = x W^T + bias, or y = act(x G^T) * (x U^T) for a gated one.
 //
 // W is stored as [panels][words of the inner dimension][WIDTH] (if E::side is less, as [panels][WIDTH / side][words][side]), so a product
 // reads WIDTH words that lie side by side. A panel of a gated layer holds WIDTH / 2 rows of G and the same rows of U. A block of up to
@@ -76,7 +76,7 @@ constexpr int64_t MIN_WORK = 1500;  // words of panels times blocks of rows, abo
 struct Product {  // `Product` in ops.py is the same
     int64_t rows, columns, words;  // columns of y; words of the inner dimension
     int64_t x_row, y_row;          // words of x, elements of y, from one row to the next
-    int64_t activation;            // none for a plain layer; else the layer is gated, unless `each` is set
+    int64_t activation;            // none for a plain layer; else the layer is gated
     int64_t threads;
     const uint32_t* x;
     const uint32_t* weights;
@@ -101,11 +101,9 @@ struct Product {  // `Product` in ops.py is the same
     const void* low;  // [rows][rank], in the type of y
     const void* up;   // [panels][rank][WIDTH], in the type of y
     int64_t rank;     // a multiple of RANKS
-    int64_t each;     // y = act(x W^T + bias)
 };
 
-INLINE bool gated(const Product& p) { return p.activation != NONE && !p.each; }
-INLINE int64_t panels_of(const Product& p) { return (p.columns * (gated(p) ? 2 : 1) + WIDTH - 1) / WIDTH; }
+INLINE int64_t panels_of(const Product& p) { return (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH; }
 INLINE int64_t computed_panels(const Product& p) { return p.chosen ? p.chosen_panels : panels_of(p); }
 
 // The tasks of a product: each is some rows times a panel.
@@ -231,18 +229,16 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
                 for (int v = 0; v < VECTORS; v++) added[j][v] += load_floats(up + (i + j) * WIDTH + v * LANES) * to_float(low[i + j]);
         for (int v = 0; v < VECTORS; v++) values[v] += (added[0][v] + added[1][v]) + (added[2][v] + added[3][v]);
     }
-    if (p.each)
-        for (int v = 0; v < VECTORS; v++) values[v] = activate<T>(p.activation, rounded<T>(values[v]));
-    const int width = gated(p) ? WIDTH / 2 : WIDTH;
+    const int width = p.activation == NONE ? WIDTH : WIDTH / 2;
     T* y = (T*)p.y + row * p.y_row + panel * width;
     const int64_t columns = p.columns - panel * width;
-    if (!gated(p)) return put(y, columns, values);
-    floats halves[VECTORS / 2];
+    if (p.activation == NONE) return put(y, columns, values);
+    floats gated[VECTORS / 2];
     for (int v = 0; v < VECTORS / 2; v++) {
         const floats gate = rounded<T>(values[v]), up = rounded<T>(values[VECTORS / 2 + v]);
-        halves[v] = p.activation == CLAMPED ? clamped_gate<T>(gate, up, float(p.alpha), float(p.limit)) : rounded<T>(activate<T>(p.activation, gate)) * up;
+        gated[v] = p.activation == CLAMPED ? clamped_gate<T>(gate, up, float(p.alpha), float(p.limit)) : rounded<T>(activate<T>(p.activation, gate)) * up;
     }
-    put(y, columns, halves);
+    put(y, columns, gated);
 }
 
 struct Next {  // words of a panel that a thread reads next; null if there are none
