@@ -45,7 +45,7 @@ def _attend(
         return None
     if query.dtype not in (torch.float32, torch.bfloat16) or (query.shape[1] != key.shape[1] and not enable_gqa):
         return None
-    seen = _seen(attn_mask, key.shape[2])
+    seen = seen_keys(attn_mask, key.shape[2])
     if not seen:
         return None
     options = LayerOptions(query.shape[3] ** -0.5 if scale is None else scale)
@@ -53,7 +53,7 @@ def _attend(
     return torch.stack(tiles).transpose(1, 2)
 
 
-def _seen(mask: torch.Tensor | None, keys: int) -> int:
+def seen_keys(mask: torch.Tensor | None, keys: int) -> int:
     """Returns the number of keys, the first ones, that every query sees alone; 0 if the mask says anything else."""
     if mask is None:
         return keys

@@ -17,7 +17,9 @@ from transformers.activations import GELUActivation, QuickGELUActivation
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.cpu_backend import SegmentAttention, segment_blocks, segment_cache
+from batchgen.attention.encoder import seen_keys
 from batchgen.attention.kv_cache import KVCache, LayerShape
+from batchgen.kernels.decoder_layers import run_as_kernels
 from batchgen.kernels.dense_layer import (
     Attention,
     DenseLayer,
@@ -29,7 +31,7 @@ from batchgen.kernels.dense_layer import (
     joined,
 )
 from batchgen.kernels.fusion import FusedMLP, FusedNorm, RotaryForm
-from batchgen.kernels.ops import Activation, PackedLinear
+from batchgen.kernels.ops import Activation
 from batchgen.kernels.recognition import Code, code_of
 from batchgen.kernels.replacing import (
     ACTIVATIONS,
@@ -76,7 +78,7 @@ class _Shared:
             return mask is None
         if mask is not self._mask():
             self._mask = weakref.ref(mask)
-            self._shows_all = bool(mask.all() if mask.dtype == torch.bool else not mask.any())
+            self._shows_all = seen_keys(mask, mask.shape[-1]) == mask.shape[-1]
         return self._shows_all
 
     def attention(self, lengths: tuple[int, ...], shape: LayerShape, dtype: torch.dtype) -> SegmentAttention:
@@ -110,8 +112,8 @@ class _EncoderLayer:
         """Returns the output for tokens [..., hidden] in segments; None if the call does not take them. `turns`: cos and sin [T, R]."""
         rows = x.reshape(1, -1, x.shape[-1])
         if turns is not None:
-            in_float32 = self._mixer.rotary is not None and self._mixer.rotary.keeps_type
-            cos, sin = (of.float() if in_float32 else of for of in turns)
+            wide = self._mixer.rotary is not None and self._mixer.rotary.in_float32
+            cos, sin = (of.float() if wide else of for of in turns)
             turns = cos[None], sin[None]
         if rows.shape[1] * self._dense.row_bytes > MOST_BYTES or sum(lengths) != rows.shape[1]:
             return None
@@ -173,12 +175,9 @@ def _encoder_layer(layer: Any, shared: _Shared) -> _EncoderLayer | None:
     found = (first_part(attention, *names) for names in (("qkv", "q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")))
     inputs = [part for part in found if part is not None]
     o = first_part(attention, "proj", "out_proj", "o_proj", "projection_layer")
-    head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-    head_norms = [norm for norm in head_norms if not isinstance(norm, torch.nn.Identity)]
-    linear: list[Any] = [*inputs, o, mlp.gate_up, mlp.down]
-    if any(type(part) is not PackedLinear for part in linear) or len({(part.dtype, part.kind) for part in linear}) > 1:
-        return None
-    if any(not isinstance(norm, FusedNorm) or norm.dtype != o.dtype for norm in (first, second, *head_norms)):
+    of_heads = [first_part(attention, name) for name in ("q_norm", "k_norm")]
+    head_norms = [norm for norm in of_heads if norm is not None and not isinstance(norm, torch.nn.Identity)]
+    if not run_as_kernels([*inputs, o, mlp.gate_up, mlp.down], [], [first, second, *head_norms]):
         return None
     heads = attention.num_heads
     size, made = o.in_features // heads, sum(part.out_features for part in inputs)
@@ -200,7 +199,7 @@ _ROTARY = {
     Code.ENCODER_ATTENTION: None,
     Code.TURNED_ENCODER_ATTENTION: RotaryForm(),
     Code.ATTENTION_IN_SEGMENTS: None,
-    Code.TURNED_ATTENTION_IN_SEGMENTS: RotaryForm(keeps_type=True),
+    Code.TURNED_ATTENTION_IN_SEGMENTS: RotaryForm(in_float32=True),
 }
 """By the code of attention."""
 

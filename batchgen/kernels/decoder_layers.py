@@ -207,7 +207,7 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
     parts = _parts_of(mixer)
     of_mlp = [] if mlp is None else [mlp.gate_up, mlp.down]
     own = _own_input(layer)
-    if parts is None or not _run_as_kernels(
+    if parts is None or not run_as_kernels(
         [*parts.alike, parts.o, *of_mlp],
         [*parts.more, *([] if own is None else [own.gate, own.projection])],
         [*norms, *parts.head_norms, None if own is None else own.norm],
@@ -331,7 +331,7 @@ def _recurrent(module: Any, parts: _Parts) -> Recurrence | ShortConvolution | No
     )  # fmt: skip
 
 
-def _run_as_kernels(linear: list[Any], small: list[Any], norms: list[Any]) -> bool:
+def run_as_kernels(linear: list[Any], small: list[Any], norms: list[Any]) -> bool:
     """Whether a layer's linear layers are packed for one kernel and its norms (which may be None) are kernels, all in one type.
 
     `small`: linear layers that may be packed in another way than the others.

@@ -191,14 +191,6 @@ def can_add(x: torch.Tensor, more: torch.Tensor) -> bool:
     return are_known(x, more) and x.shape == more.shape and x.is_contiguous() and more.is_contiguous()
 
 
-def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Changes x [..., N], which is contiguous and of one of `DTYPES`, to its activation, and returns it. Rounds once."""
-    size = x.shape[-1]
-    arguments = ActivationArguments(x.numel() // max(1, size), size, activation, torch.get_num_threads(), x.data_ptr())
-    kernel("activate", x.dtype)(ctypes.byref(arguments))
-    return x
-
-
 def sample_rows(x: torch.Tensor, records: NDArray[Any], u: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a token for each row of logits x [N, V], int64 [N], and its largest logit [N], which is NaN for a row with one.
 
@@ -377,7 +369,7 @@ class Activation(IntEnum):
     SIGMOID = 4
     """Of `Gate` alone."""
     QUICK_GELU = 5
-    """Of `activate` alone, like GELU."""
+    """Of MLPs without a gate alone, like GELU."""
     GELU = 6
 
 

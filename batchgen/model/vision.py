@@ -303,9 +303,10 @@ class Vision:
 
     def _read(self, image: Image) -> dict[str, Any]:
         """Returns `ImageProcessor.pixels`, floats in the encoder's type."""
-        pixels = self._processor.pixels(image)
-        floats = {n: x for n, x in pixels.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-        return pixels | {name: x.to(self._dtype) for name, x in floats.items()}
+        return {
+            name: x.to(self._dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for name, x in self._processor.pixels(image).items()
+        }
 
     def _prepare_ahead(self) -> None:
         while self._expected and len(self._prepared) < AHEAD:

@@ -342,8 +342,7 @@ class Budget:
         stop = min(span.end, start + self.prefill)
         if span.scoring:
             stop = min(stop, max(start, wanted) + self._scored)
-        if span.images:
-            stop = self._uncut(span, start, stop)
+        stop = self._uncut(span, start, stop)
         if stop <= start:
             return
         logits = min(max(wanted, start), stop)

@@ -25,7 +25,7 @@ from support.vision import FAMILIES
 IN_SEGMENTS = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm_ocr", "exaone4_5", "qwen2_5_omni_thinker", "paddleocr_vl", "minicpmv4_6", "hunyuan_vl",
 ]  # fmt: skip
-OF_IMAGES = ["llava", "gemma3", "idefics3", "ovis2", "mistral3", "internvl", "janus"]
+OF_IMAGES = ["llava", "gemma3", "idefics3", "ovis2", "mistral3/silu", "internvl", "janus"]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -91,7 +91,7 @@ def test_a_layer_in_one_call_gives_what_its_parts_give(family, dtype, calls):
     layers = layers_of(family, dtype)
     assert layers
     for layer in layers:
-        for tokens, images in ((7, 1), (150, 1), (64, 1 if family in (*IN_SEGMENTS, "mistral3") else 3)):
+        for tokens, images in ((7, 1), (150, 1), (64, 1 if family in (*IN_SEGMENTS, "mistral3/silu") else 3)):
             x, more = inputs_of(layer, tokens, dtype, images)
             expected = by_parts(layer, x, **more)
             calls.clear()

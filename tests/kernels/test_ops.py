@@ -7,11 +7,13 @@ import torch
 from torch.nn.functional import gelu, layer_norm, linear
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
+from batchgen.kernels.build import kernel
 from batchgen.kernels.codes import IN_16_BITS, PackedTensor
 from batchgen.kernels.ops import (
     Activation,
+    ActivationArguments,
+    Call,
     PackedLinear,
-    activate,
     add_rows,
     norm_after_sum,
     rotate,
@@ -76,6 +78,14 @@ def test_a_gated_layer_rounds_where_the_torch_modules_round(dtype, act, rows, in
     near(layer(x), ACTS[act](linear(x, gate, biases[0])) * linear(x, up))
 
 
+def activate(x, act):
+    """Changes x [..., N] to its activation."""
+    rows = x.numel() // x.shape[-1]
+    arguments = ActivationArguments(rows, x.shape[-1], act, torch.get_num_threads(), x.data_ptr())
+    Call(kernel("activate", x.dtype), arguments).run()
+    return x
+
+
 EVERY_ACT = ACTS | {
     Activation.GELU: gelu,
     Activation.QUICK_GELU: lambda x: (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype),
@@ -88,7 +98,7 @@ EVERY_ACT = ACTS | {
 def test_an_activation_of_each_number_rounds_once(dtype, act, shape, threads):
     x = numbers(*shape, dtype=dtype, seed=3)
     want = EVERY_ACT[act](x)
-    assert activate(x, act) is x
+    activate(x, act)
     near(x, want) if x.numel() else None
 
 

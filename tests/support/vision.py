@@ -93,7 +93,7 @@ SAM = {
     "hidden_size": 16, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 1, "patch_size": 2, "global_attn_indexes": [1],
     "mlp_dim": 24,
 }  # fmt: skip
-PIXTRAL = SIGLIP | {"model_type": "pixtral", "image_size": 112, "hidden_act": "silu"}
+PIXTRAL = SIGLIP | {"model_type": "pixtral", "image_size": 112}
 QWEN_EYE = {
     "depth": 2,
     "hidden_size": 32,
@@ -570,6 +570,10 @@ FAMILIES = {
         "]<]image[>[", needs="torchvision",
     ),
     "mistral3": _pixtral(_text("mistral"), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2}, "pixtral", "Pixtral"),
+    "mistral3/silu": _pixtral(  # as in its checkpoints
+        _text("mistral"), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2, "vision_config": PIXTRAL | {"hidden_act": "silu"}},
+        "pixtral", "Pixtral",
+    ),
     "mistral_large4": _pixtral(
         _inner("mistral_large4"), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2}, "pixtral", "Pixtral",
     ),
