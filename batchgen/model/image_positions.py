@@ -13,40 +13,38 @@ from batchgen.scheduling.batch import ScheduledSpan
 from batchgen.scheduling.sequence import GenerationSequence
 
 
-def time_row_column(scheduled: ScheduledSpan) -> NDArray[np.int64]:
-    """Returns the positions [3, tokens] of a span's part: an image's tokens lie in a grid, and what follows begins after its larger side."""
+def time_row_column(scheduled: ScheduledSpan, positions: NDArray[np.int64]) -> None:
+    """Sets the positions [3, tokens] of a span's part, which are those of text: an image's tokens lie in a grid, and what follows begins after its
+    larger side."""
     span, start, stop = scheduled.span, scheduled.start, scheduled.stop
-    found = np.tile(np.arange(start, stop, dtype=np.int64), (3, 1))
     if isinstance(span, GenerationSequence) and start >= span.prompt_end:
-        return found + sum(max(image.grid) - image.count for image in span.images)
+        positions += sum(max(image.grid) - image.count for image in span.images)
+        return
     shift = 0  # position minus place of a token of text
     for image, at in _begun(scheduled):
         end = at + image.count
         if end > start:
             tokens = np.arange(max(at, start) - at, min(end, stop) - at)
             row, column = np.divmod(tokens, image.grid[1])
-            found[:, at + tokens - start] = at + shift + np.stack([np.zeros_like(row), row, column])
+            positions[:, at + tokens - start] = at + shift + np.stack([np.zeros_like(row), row, column])
         shift += max(image.grid) - image.count
         text = np.arange(max(end, start), stop)
-        found[:, text - start] = text + shift
-    return found
+        positions[:, text - start] = text + shift
 
 
-def column_row_number(scheduled: ScheduledSpan) -> NDArray[np.int64]:
-    """Returns the positions [4, tokens] of a span's part: an image's tokens have a column and a row, with one token more at its end, and the number of
-    the image. A begin and an end token around the grid, where there are such, are as text."""
+def column_row_number(scheduled: ScheduledSpan, positions: NDArray[np.int64]) -> None:
+    """Sets the positions [4, tokens] of a span's part, which are those of text: an image's tokens have a column and a row, with one token more at its
+    end, and the number of the image. A begin and an end token around the grid, where there are such, stay as text."""
     span, start, stop = scheduled.span, scheduled.start, scheduled.stop
-    found = np.tile(np.arange(start, stop, dtype=np.int64), (4, 1))
     if isinstance(span, GenerationSequence) and start >= span.prompt_end:
-        return found
+        return
     for number, (image, at) in enumerate(_begun(scheduled)):
         rows, columns = image.grid
         inside = rows * (columns + 1)
         at += (image.count - inside) // 2
         tokens = np.arange(max(at, start) - at, min(at + inside, stop) - at)
         row, column = np.divmod(tokens, columns + 1)
-        found[1:, at + tokens - start] = np.stack([column, row, np.full_like(row, number)])
-    return found
+        positions[1:, at + tokens - start] = np.stack([column, row, np.full_like(row, number)])
 
 
 def _begun(scheduled: ScheduledSpan) -> Iterator[tuple[Image, int]]:

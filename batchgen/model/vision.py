@@ -181,8 +181,14 @@ class Vision:
             return plain
         if self._canvas is not None:
             return np.concatenate([self._on_canvas(self._canvas, *scheduled[:3]) for scheduled in spans], axis=1)
-        axes = time_row_column if self._family.axes == 3 else column_row_number
-        return np.concatenate([axes(scheduled) for scheduled in spans], axis=1)
+        found = np.tile(plain, (self._family.axes, 1))
+        set_positions = time_row_column if self._family.axes == 3 else column_row_number
+        end = 0
+        for scheduled in spans:
+            begin, end = end, end + scheduled.stop - scheduled.start
+            if scheduled.span.images:
+                set_positions(scheduled, found[:, begin:end])
+        return found
 
     def _on_canvas(self, marks: Sequence[int], span: Span, start: int, stop: int) -> NDArray[np.int64]:
         written = isinstance(span, GenerationSequence) and stop > span.prompt_end

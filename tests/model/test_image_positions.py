@@ -57,9 +57,11 @@ def test_the_tokens_of_an_image_lie_in_a_grid_however_its_prompt_is_cut(axes, to
     )
     for start in range(end):
         for stop in range(start + 1, end + 1):
-            found = axes(ScheduledSpan(span, start, stop, stop))
+            found = np.tile(np.arange(start, stop), (len(expected), 1))
+            axes(ScheduledSpan(span, start, stop, stop), found)
             assert found.tolist() == [row[start:stop] for row in expected], (start, stop)
-    generated, last = axes(ScheduledSpan(span, end, end + 2, end + 2)), expected[0][-1]
+    generated, last = np.tile([end, end + 1], (len(expected), 1)), expected[0][-1]
+    axes(ScheduledSpan(span, end, end + 2, end + 2), generated)
     assert generated.tolist() == [[last + 1, last + 2]] * len(expected)
 
 

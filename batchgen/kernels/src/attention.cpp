@@ -638,38 +638,96 @@ INLINE void put_values(bf16* row, const bf16* v, int64_t count, int64_t half) {
     for (int64_t c = 0; c < count; c++) words[c] = (words[c] & other) | uint32_t(v[c]) << shift;
 }
 
-// A token whose values are not all finite gets a NaN key and values of 0. Then a query that attends to it gets NaN, and a query that masks
-// it does not (0 * NaN would be NaN), such as one of a later sequence in the same block.
+// Writes the values of all tokens that share words; the second token's are `next` behind the first one's.
+INLINE void put_words(float* row, const float* v, int64_t count, int64_t) { std::memcpy(row, v, count * sizeof(float)); }
+INLINE void put_words(bf16* row, const bf16* v, int64_t count, int64_t next) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(row);
+    for (int64_t c = 0; c < count; c++) words[c] = v[c] | uint32_t(v[next + c]) << 16;
+}
+
+// Writes tokens' keys and values into the pool. One that has a value that is not finite gets a NaN key and values of 0. Then a query that
+// attends to it gets NaN, and a query that masks it does not (0 * NaN would be NaN), such as one of a later sequence in the same block.
+template <class E>
+class Writer {
+    typedef typename E::type T;
+
+   public:
+    explicit Writer(const Layer& layer)
+        : layer_(layer), plan_(*layer.plan), words_(words_of(layer.size, U)), width_(width_of(layer.v_size)), key_(words_ * U),
+          nan_(words_ * U, sizeof(T) == 2 ? T(0x7fc0) : T(NAN)), zeros_(layer.v_size) {}
+
+    void run(int64_t head, int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end;) {
+            const int64_t block = head * layer_.num_blocks + plan_.kv_indices[t] / plan_.block_size, at = plan_.kv_indices[t] % plan_.block_size;
+            const T* k = static_cast<const T*>(layer_.k) + head * layer_.k_head + t * layer_.k_token;
+            const T* v = static_cast<const T*>(layer_.v) + head * layer_.v_head + t * layer_.v_token;
+            T* keys = static_cast<T*>(layer_.keys) + (block * words_ * plan_.block_size + at) * U;
+            T* values = static_cast<T*>(layer_.values) + (block * plan_.block_size + at / U * U) * width_;
+            const bool many = neighbours(t, end) && numbers(v, LANES);
+            many ? put_many(k, v, keys, values) : put(k, v, keys, values, at % U);
+            t += many ? LANES : 1;
+        }
+    }
+
+   private:
+    static constexpr int64_t U = E::per_word;
+
+    // Whether LANES tokens from t on lie side by side in a block, in whole words.
+    bool neighbours(int64_t t, int64_t end) const {
+        const int64_t first = plan_.kv_indices[t];
+        if (t + LANES > end || first % U || first % plan_.block_size + LANES > plan_.block_size) return false;
+        for (int i = 1; i < LANES; i++)
+            if (plan_.kv_indices[t + i] != first + i) return false;
+        return true;
+    }
+
+    bool numbers(const T* v, int64_t tokens) const {
+        for (int64_t i = 0; i < tokens; i++)
+            if (!finite(v + i * layer_.v_token, layer_.v_size)) return false;
+        return true;
+    }
+
+    void put(const T* k, const T* v, T* keys, T* values, int64_t half) {
+        const bool plain = numbers(v, 1);
+        std::memcpy(key_.data(), k, layer_.size * sizeof(T));
+        const T* from = plain ? key_.data() : nan_.data();
+        for (int64_t w = 0; w < words_; w++) std::memcpy(keys + w * plan_.block_size * U, from + w * U, sizeof(uint32_t));
+        put_values(values, plain ? v : zeros_.data(), layer_.v_size, half);
+    }
+
+    void put_many(const T* k, const T* v, T* keys, T* values) const {
+        for (int64_t i = 0; i < LANES; i += U) put_words(values + i * width_, v + i * layer_.v_token, layer_.v_size, layer_.v_token);
+        for (int64_t w = 0; w < words_; w += LANES) {
+            uints rows[LANES] = {};
+            for (int i = 0; i < LANES; i++)
+                std::memcpy(&rows[i], k + i * layer_.k_token + w * U, std::min<int64_t>(LANES * U, layer_.size - w * U) * sizeof(T));
+            transpose(rows);
+            for (int64_t i = 0; i < std::min<int64_t>(LANES, words_ - w); i++) store(reinterpret_cast<uint32_t*>(keys) + (w + i) * plan_.block_size, rows[i]);
+        }
+    }
+
+    const Layer& layer_;
+    const Plan& plan_;
+    const int64_t words_, width_;
+    std::vector<T> key_;  // filled up to whole words
+    const std::vector<T> nan_, zeros_;
+};
+
 template <class E>
 void write(const Layer& layer) {
     if (!layer.k) return;
-    typedef typename E::type T;
     const Plan& plan = *layer.plan;
-    constexpr int64_t U = E::per_word;
-    const int64_t size = plan.block_size, words = words_of(layer.size, U), width = width_of(layer.v_size);
     const int64_t pieces = std::min<int64_t>(plan.num_tokens, layer.threads > 1 ? 4 * layer.threads : 1);
     // Neighbours that share words belong to one piece.
     const auto cut = [&](int64_t piece) {
         int64_t t = plan.num_tokens * piece / pieces;
-        while (t > 0 && t < plan.num_tokens && plan.kv_indices[t] % U && plan.kv_indices[t - 1] + 1 == plan.kv_indices[t]) t++;
+        while (t > 0 && t < plan.num_tokens && plan.kv_indices[t] % E::per_word && plan.kv_indices[t - 1] + 1 == plan.kv_indices[t]) t++;
         return t;
     };
     in_parallel(pieces, layer.threads, [&](Tasks& tasks) {
-        std::vector<T> key(words * U), zeros(layer.v_size);
-        const std::vector<T> nan(words * U, sizeof(T) == 2 ? T(0x7fc0) : T(NAN));
+        Writer<E> writer(layer);
         for (int64_t piece; (piece = tasks.take()) >= 0;)
-            for (int64_t head = 0; head < layer.kv_heads; head++)
-                for (int64_t t = cut(piece); t < cut(piece + 1); t++) {
-                    const int64_t block = plan.kv_indices[t] / size, at = plan.kv_indices[t] % size;
-                    const T* v = static_cast<const T*>(layer.v) + head * layer.v_head + t * layer.v_token;
-                    const bool numbers = finite(v, layer.v_size);
-                    std::memcpy(key.data(), static_cast<const T*>(layer.k) + head * layer.k_head + t * layer.k_token, layer.size * sizeof(T));
-                    const T* from = numbers ? key.data() : nan.data();
-                    T* to = static_cast<T*>(layer.keys) + ((head * layer.num_blocks + block) * words * size + at) * U;
-                    for (int64_t w = 0; w < words; w++) std::memcpy(to + w * size * U, from + w * U, sizeof(uint32_t));
-                    T* values = static_cast<T*>(layer.values) + ((head * layer.num_blocks + block) * size + at / U * U) * width;
-                    put_values(values, numbers ? v : zeros.data(), layer.v_size, at % U);
-                }
+            for (int64_t head = 0; head < layer.kv_heads; head++) writer.run(head, cut(piece), cut(piece + 1));
     });
 }
 

@@ -282,27 +282,6 @@ INLINE void widen(const uint32_t* weights, int64_t words, uint32_t* to) {
         }
 }
 
-// Transposes LANES vectors of LANES words: each step exchanges halves, then quarters, ... of two vectors.
-template <int HALF = LANES / 2>
-INLINE void transpose(uints (&v)[LANES]) {
-    for (int i = 0; i < LANES; i++) {
-        if (i & HALF) continue;
-        const uints a = v[i], b = v[i + HALF];
-#if defined(__GNUC__) && !defined(__clang__)
-        uints low, high;
-        for (int j = 0; j < LANES; j++) low[j] = j & HALF ? LANES + j - HALF : j, high[j] = j & HALF ? LANES + j : j + HALF;
-        v[i] = __builtin_shuffle(a, b, low);
-        v[i + HALF] = __builtin_shuffle(a, b, high);
-#else
-        for (int j = 0; j < LANES; j++) {
-            v[i][j] = j & HALF ? b[j - HALF] : a[j];
-            v[i + HALF][j] = j & HALF ? b[j] : a[j + HALF];
-        }
-#endif
-    }
-    if constexpr (HALF > 1) transpose<HALF / 2>(v);
-}
-
 // Packs words [k, k + words) of a panel's columns from weights that are not packed, as [WIDTH / SIDE][words][SIDE].
 template <int SIDE>
 void pack(const Product& p, int64_t panel, int64_t k, int64_t words, uint32_t* to) {
