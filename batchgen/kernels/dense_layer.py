@@ -25,7 +25,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from batchgen.kernels.build import kernel, library
 from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, RotaryForm, of_both_halves
-from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, row_length
+from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, Rounding, empty_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import (
     Activation,
@@ -551,7 +551,7 @@ class _Prepared:
         ] = []
         self._later: defaultdict[_Now, list[tuple[ctypes.Structure, str]]] = defaultdict(list)
         self._added: list[Call] = []
-        self._quantized: _Place | None = None
+        self._quantized: tuple[_Place, Rounding] | None = None
         """The address of the rows of which `_in_8_bits` has the numbers, after the kernels that were added."""
 
         layers = stack.layers
@@ -767,22 +767,22 @@ class _Prepared:
             self._product(of.adapter.down, x, at.low, of.adapter.down.out_features, at)
             fields = {"low": at.low}
         if isinstance(of, Int8Linear):
-            self._quantize(x, of.in_features)
+            self._quantize(x, of.in_features, of.rounding)
             self._add(of.product(self._in_8_bits, 0, y, y_row), rows=self._rows, **fields)
         else:
             x_row = of.in_features * of.dtype.itemsize // 4
             self._add(of.product(0, 0, x_row, y, y_row), rows=self._rows, x=x, **fields)
 
-    def _quantize(self, x: _Place, size: int) -> None:
+    def _quantize(self, x: _Place, size: int, rounding: Rounding) -> None:
         """Adds the rows at x in 8 bits, if they are not made yet."""
-        if self._quantized == x:
+        if self._quantized == (x, rounding):
             return
         self._add(
             Call(kernel("quantize", self._dtype), QuantizeArguments(threads=self._threads)),
-            rows=self._rows, size=size, x_row=size, q_row=row_length(size), x=x,
+            rows=self._rows, size=size, x_row=size, q_row=row_length(size), rounding=rounding, x=x,
             q=self._in_8_bits.values.data_ptr(), scales=self._in_8_bits.scales.data_ptr(),
         )  # fmt: skip
-        self._quantized = x
+        self._quantized = x, rounding
 
     def _norm_of(self, of: FusedNorm | None, x: _Place, y: int, read: Linear | None = None) -> _Place:
         """Adds the norm of the rows at x, into y. Returns where the result is: x without a norm. `read`: the layer that reads it."""
@@ -831,7 +831,8 @@ class _Prepared:
             if isinstance(read, Int8Linear):
                 rows = self._in_8_bits
                 fields |= {"q": rows.values.data_ptr(), "scales": rows.scales.data_ptr(), "q_row": row_length(size)}
-                self._quantized = given["y"]
+                fields["rounding"] = read.rounding
+                self._quantized = given["y"], read.rounding
         self._add(
             Call(kernel("norm", self._dtype), NormArguments(threads=self._threads)),
             outer=self._rows, inner=inner, size=size, x_outer=x_row, **fields,

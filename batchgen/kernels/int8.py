@@ -1,8 +1,8 @@
-"""Linear layers in 8 bits: weights are whole numbers with a scale for each output column, inputs with one for each group of a row.
+"""Linear layers in 8 bits: weights are whole numbers with a scale for each output column, inputs with one for each row.
 
-Weights go from -127 to 127. So do inputs, in groups of 64; with matrix units (AMX) a row is one group, and where no instruction multiplies bytes
-exactly (AVX2) too, but with more bits (int8.h). Sums over a group are exact, in 32 bits, and groups are added in their order, so a row's
-result depends only on the row.
+Weights go from -127 to 127. So do inputs, or further where no instruction multiplies bytes exactly (AVX2). Both are rotated before they are
+rounded (int8.h), so that a few large inputs do not cost the others their precision. Sums over a row are exact, in 32 bits, so a row's result
+depends only on the row.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import ctypes
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -38,43 +40,74 @@ STEP = 64
 """The length of quantized rows is a multiple of this (int8.h)."""
 
 
+class Rounding(IntEnum):
+    """How the inputs of a layer are rounded; `Rounding` in int8.h is the same."""
+
+    ROW = 0
+    """With one scale for each row."""
+    ROTATED = 1
+    """The same, of rotated rows."""
+    GROUPS = 2
+    """With one scale for each 64 inputs of a row, where inputs are bytes."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedRows:
-    """Quantized rows in the layout of the kernels: x is about values * scales, group by group."""
+    """Quantized rows in the layout of the kernels: x is about values * scales."""
 
     values: torch.Tensor
     """[rows, inner size], which is padded; int8.h says how numbers lie in memory."""
     scales: torch.Tensor
-    """float32, those of the groups of a row, one row after the other; room for one for each `STEP` values"""
+    """float32, those of a row or of its groups, one row after the other; room for one for each `STEP` values"""
 
 
 class QuantizeArguments(ctypes.Structure):
     """`Rows` in linear_int8.cpp is the same."""
 
-    _fields_ = (*integers("rows", "size", "x_row", "q_row", "threads"), *pointers("x", "q", "scales"))
+    _fields_ = (*integers("rows", "size", "x_row", "q_row", "threads", "rounding"), *pointers("x", "q", "scales"))
 
 
-def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a weight [N, K] as int8 [N, K], rounded to nearest, and scales [N] in float32; those of [E, N, K] stacked.
+class Int8Weight(NamedTuple):
+    """A weight in 8 bits, or those of several experts, stacked."""
 
-    Without `scales`, the largest magnitude of each row becomes 127. With `scales` [N], the weight already is whole numbers times these.
+    values: torch.Tensor
+    """int8 [N, K] or [E, N, K]"""
+    scales: torch.Tensor
+    """float32 [N] or [E, N]"""
+    rotated: bool = False
+    """Whether it is for rotated inputs."""
+
+
+def rotate(x: torch.Tensor) -> None:
+    """Rotates contiguous rows x [N, K] in float32, in place. A second time gives what they were, but for rounding."""
+    assert x.is_contiguous()
+    arguments = QuantizeArguments(*x.shape, x.stride(0), threads=torch.get_num_threads(), x=x.data_ptr())
+    library().batchgen_rotate(ctypes.byref(arguments))
+
+
+def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) -> Int8Weight:
+    """Returns a weight [N, K] or [E, N, K] in 8 bits, rounded to nearest.
+
+    Without `scales`, it is rotated, and then the largest magnitude of each row becomes 127. With `scales` [N], the weight already is whole
+    numbers times these.
     """
     if weight.dim() == 3:
         each = [quantize_weight(one) for one in weight]
-        return torch.stack([values for values, _ in each]), torch.stack([steps for _, steps in each])
+        return Int8Weight(torch.stack([w.values for w in each]), torch.stack([w.scales for w in each]), each[0].rotated)
     values, steps = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
     size = max(1, CACHED // weight.shape[1])
     for first in range(0, len(weight), size):
         rows = slice(first, first + size)
-        numbers = weight[rows].detach().to(torch.float32, copy=True)
+        numbers = weight[rows].detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if scales is None:
+            rotate(numbers)
             largest = numbers.abs().amax(1)
             steps[rows] = largest / LARGEST
             values[rows] = numbers.mul_(torch.where(largest > 0, LARGEST / largest, 0.0)[:, None]).round_()
         else:
             steps[rows] = scales[rows]
             values[rows] = numbers.div_(steps[rows, None]).round_().clamp_(-128, 127)
-    return values, steps
+    return Int8Weight(values, steps, scales is None)
 
 
 def row_length(size: int) -> int:
@@ -90,12 +123,12 @@ def empty_rows(rows: int, size: int) -> QuantizedRows:
     return QuantizedRows(values, torch.empty(values.numel() // STEP))
 
 
-def quantize_rows(x: torch.Tensor) -> QuantizedRows:
-    """Quantizes x [rows, K] in float32 or bfloat16, each group of a row by itself; numbers are rounded to nearest."""
+def quantize_rows(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
+    """Quantizes x [rows, K] in float32 or bfloat16; numbers are rounded to nearest."""
     x = adjacent(x)
     made = empty_rows(*x.shape)
     rows = QuantizeArguments(
-        x.shape[0], x.shape[1], x.stride(0), made.values.shape[1], torch.get_num_threads(),
+        x.shape[0], x.shape[1], x.stride(0), made.values.shape[1], torch.get_num_threads(), rounding,
         x.data_ptr(), made.values.data_ptr(), made.scales.data_ptr(),
     )  # fmt: skip
     kernel("quantize", x.dtype)(ctypes.byref(rows))
@@ -109,29 +142,29 @@ class Int8Linear(KernelLinear):
     scales: torch.Tensor
     """[panels, columns of a panel], as `beginnings`"""
     beginnings: torch.Tensor | None = None
+    rounding: Rounding
+    """Of its inputs."""
 
     def __init__(
         self,
-        weights: list[tuple[torch.Tensor, torch.Tensor]],
+        weights: list[Int8Weight],
         biases: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         activation: Activation | Gating = Activation.NONE,
     ) -> None:
-        """`weights` is one weight, or gate and up, as int8 [N, K] ([E, N, K] of experts) with scales [N] or [E, N]; they are copied.
-
-        `dtype` is that of x and y.
-        """
-        shape = weights[0][0].shape
+        """`weights` is one weight, or gate and up; they are copied. `dtype` is that of x and y."""
+        shape = weights[0].values.shape
         super().__init__(shape, dtype, activation)
+        self.rounding = Rounding.ROTATED if weights[0].rotated else Rounding.ROW
         fill = -self.in_features % STEP
-        padded = [torch.nn.functional.pad(values, (0, fill)).contiguous() for values, _ in weights]
+        padded = [torch.nn.functional.pad(weight.values, (0, fill)).contiguous() for weight in weights]
         if library().batchgen_int8_has_beginnings():
             # The kernel reads x as x + 128, so sums begin at -128 times the weights.
             self.beginnings = columns_in_panels([-128 * values.sum(-1, dtype=torch.int32) for values in padded])
         if library().batchgen_int8_bytes() == 2:
             padded = [_middle_swapped(values) for values in padded]
         self.weights = in_panels([values.view(torch.int32) for values in padded], library().batchgen_int8_side())
-        self.scales = columns_in_panels([scales.float() for _, scales in weights])
+        self.scales = columns_in_panels([weight.scales.float() for weight in weights])
         self.biases = biases_in_panels(biases, shape[:-1])
 
     @classmethod
@@ -142,6 +175,7 @@ class Int8Linear(KernelLinear):
         shape = (layer.experts, layer.out_features, layer.in_features)
         KernelLinear.__init__(made, shape if layer.experts else shape[1:], layer.dtype, layer.gate)
         made.codes, made.biases, made.adapter = layer.codes, layer.biases, layer.adapter
+        made.rounding = Rounding.GROUPS
         panels = len(layer.codes.parts["plane4"])
         made.scales = torch.full((panels, library().batchgen_linear_panel()), _factor(layer.codes.coding))
         return made
@@ -149,7 +183,7 @@ class Int8Linear(KernelLinear):
     def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
         x_rows = self.rows_of(x).to(self._kernel_dtype)
-        rows = quantize_rows(x_rows)
+        rows = quantize_rows(x_rows, self.rounding)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=self._kernel_dtype)
         self.run_with_adapter(self.product(rows, len(x_rows), y.data_ptr(), self.out_features, starts), x_rows)
         return y.to(self.dtype)
@@ -175,7 +209,10 @@ class Int8Linear(KernelLinear):
         values = words.view(torch.int8)
         if library().batchgen_int8_bytes() == 2:
             values = _middle_swapped(values)
-        return (values[:, : self.in_features] * self.scales.flatten()[:, None]).to(self.dtype)
+        numbers = values[:, : self.in_features] * self.scales.flatten()[:, None]
+        if self.rounding is Rounding.ROTATED:
+            rotate(numbers)
+        return numbers.to(self.dtype)
 
 
 def _middle_swapped(values: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ class NormArguments(ctypes.Structure):
         *integers("outer", "inner", "size", "x_outer", "x_inner", "rounds_first", "threads"),
         ("eps", ctypes.c_double),
         *pointers("weight", "x", "y", "more", "sum", "q", "scales"),
-        ("q_row", ctypes.c_int64),
+        *integers("q_row", "rounding"),
         ("by", ctypes.c_double),
         ("times", ctypes.c_double),
         *pointers("shift", "each"),

@@ -11,7 +11,7 @@ import torch
 
 from batchgen.kernels.decoder_layers import fuse_layers, unfuse_layers
 from batchgen.kernels.fusion import as_linear, fuse_linear
-from batchgen.kernels.int8 import Int8Linear, are_multiplied, quantize_weight
+from batchgen.kernels.int8 import Int8Linear, Int8Weight, are_multiplied, quantize_weight
 from batchgen.kernels.memory import give_back
 from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedAdapter, PackedLinear, plain_weight
 from batchgen.kernels.replacing import AdaptedLinear, Packing, adapter_of, replace_parts
@@ -53,10 +53,12 @@ def in_8_bits(layer: PackedLinear) -> Int8Linear:
     return made
 
 
-def _of_pieces(pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the values [N, K] and scales [N] of pieces of a weight, or of `experts`, one after the other: [E, N, K] and [E, N]."""
-    values, scales = (torch.cat(some) for some in zip(*pieces, strict=True))
-    return (values.view(experts, -1, values.shape[1]), scales.view(experts, -1)) if experts else (values, scales)
+def _of_pieces(pieces: Sequence[Int8Weight], experts: int) -> Int8Weight:
+    """Returns the weight of which these are the rows, or of `experts`, one after the other."""
+    values, scales = torch.cat([piece.values for piece in pieces]), torch.cat([piece.scales for piece in pieces])
+    if experts:
+        values, scales = values.view(experts, -1, values.shape[1]), scales.view(experts, -1)
+    return Int8Weight(values, scales, pieces[0].rotated)
 
 
 class Int8Packing(Packing):
@@ -107,6 +109,8 @@ class Int8Packing(Packing):
         scales: list[torch.Tensor | None] = [None] * len(weights)
         if layers:
             scales = [scale for layer in layers for scale in self._scales_of(layer, len(weights) // len(layers))]
+        if any(scale is None for scale in scales):
+            scales = [None] * len(weights)  # all of them read the same inputs
         values = [quantize_weight(plain_weight(weight), scale) for weight, scale in zip(weights, scales, strict=True)]
         made = Int8Linear(values, biases, weights[0].dtype, activation)
         made.adapter = adapter_of(layers, len(weights))

@@ -26,7 +26,7 @@ struct Norm {  // `NormArguments` in ops.py is the same
     // If `q` is given, y is also quantized to 8 bits (int8.h).
     quantized* q;
     float* scales;
-    int64_t q_row;  // elements of q from one row to the next
+    int64_t q_row, rounding;  // elements of q from one row to the next
     double by, times;
     // If given, x is centered first, and the result is moved by these numbers (LayerNorm).
     const float* shift;
@@ -99,7 +99,7 @@ void norm(const Norm& n) {
         if (!n.y) return;
         T* y = (T*)n.y + row * n.size;
         norm_row<T>(n, x, y);
-        if (n.q) quantize_row<T>(y, n.size, n.q + row * n.q_row, n.scales + row * groups_of(n.size));
+        if (n.q) quantize_row<T>(y, n.size, n.rounding, n.q + row * n.q_row, n.scales + row * groups_of(n.size, n.rounding));
     });
 }
 

@@ -1,8 +1,10 @@
-// Quantizes rows of numbers: x is about q * scale. In trained models a few numbers of a row are many times as large as the others, which 8 bits
-// and one scale would leave with few values. So a row has as many bits as it may have, or a scale for each group:
-// - q of 16 bits, if no instruction multiplies bytes exactly: one scale, and q as large as sums of 32 bits allow.
-// - q from -127 to 127 in signed bytes, or q + 128 in unsigned bytes if an instruction multiplies unsigned by signed bytes: a scale for each group.
-// - The same for matrix units, with one scale. They would stop after each group for longer than they multiply.
+// Quantizes rows of numbers: x is about q * scale. q has 16 bits, and is as large as sums of 32 bits allow, if no instruction multiplies bytes
+// exactly; else it goes from -127 to 127 in signed bytes, or q + 128 in unsigned bytes if an instruction multiplies unsigned by signed ones.
+//
+// In trained models a few numbers of a row are many times as large as the others, which 8 bits and one scale would leave with few values. So
+// neighbours are rotated first: each block of 64 becomes 64 sums of all of them with other signs, over 8 (a Hadamard matrix, which is its own
+// inverse). The weights are rotated in the same way, so products stay what they are (QuaRot: Ashkboos et al., arXiv:2404.00456). Weights that
+// are a checkpoint's own whole numbers cannot be rotated; where they are codes, bytes have a scale for each group of a row instead.
 //
 // linear_int8.cpp reads q.
 #pragma once
@@ -18,13 +20,10 @@ typedef int16_t quantized;
 typedef int8_t quantized;
 #endif
 constexpr int64_t STEP = 64;  // the length of rows is a multiple of this; weights behind their end are zero
-#if defined(BATCHGEN_AMX)
-constexpr bool GROUPED = false;
-#else
-constexpr bool GROUPED = sizeof(quantized) == 1;
-#endif
+enum Rounding : int64_t { ROW, ROTATED, GROUPS };  // of a row as it is, rotated, or of each group; `Rounding` in int8.py is the same
+constexpr bool GROUPED = sizeof(quantized) == 1;  // whether GROUPS is more than ROW
 constexpr int64_t GROUP = 64;  // numbers
-INLINE int64_t groups_of(int64_t size) { return GROUPED ? (size + GROUP - 1) / GROUP : 1; }
+INLINE int64_t groups_of(int64_t size, int64_t rounding) { return GROUPED && rounding == GROUPS ? (size + GROUP - 1) / GROUP : 1; }
 
 // The largest q of a row of `size` numbers: the sum of the products with as many weights, from -128 to 127, has 32 bits.
 INLINE float largest_whole(int64_t size) {
@@ -97,10 +96,55 @@ INLINE float quantize_group(const T* x, int64_t size, float most, quantized* to)
     return largest / most;
 }
 
-// Writes a row of `size` numbers, and the scales of its groups.
+// Returns the sums and differences of numbers whose lanes are HALF apart, then of those of half as much, ...
+template <int HALF = LANES / 2>
+INLINE floats rotate_lanes(floats v) {
+    floats signs, other;
+#if defined(__GNUC__) && !defined(__clang__)
+    ints partners;
+    for (int i = 0; i < LANES; i++) partners[i] = i ^ HALF;
+    other = __builtin_shuffle(v, partners);
+#else
+    for (int i = 0; i < LANES; i++) other[i] = v[i ^ HALF];
+#endif
+    for (int i = 0; i < LANES; i++) signs[i] = i & HALF ? -1.0f : 1.0f;
+    v = v * signs + other;
+    if constexpr (HALF > 1) return rotate_lanes<HALF / 2>(v);
+    return v;
+}
+
+// Rotates the whole blocks of a row of `size` numbers; the others stay. `to` may be x.
 template <class T>
-INLINE void quantize_row(const T* x, int64_t size, quantized* to, float* scales) {
+INLINE void rotate(const T* x, int64_t size, float* to) {
+    constexpr int64_t BLOCK = 64, PARTS = BLOCK / LANES;
+    int64_t i = 0;
+    for (; i + BLOCK <= size; i += BLOCK) {
+        floats v[PARTS];
+        for (int64_t j = 0; j < PARTS; j++) v[j] = load_floats(x + i + j * LANES);
+#pragma GCC unroll 4
+        for (int64_t half = PARTS / 2; half; half /= 2)
+            for (int64_t j = 0; j < PARTS; j++) {
+                if (j & half) continue;
+                const floats a = v[j], b = v[j + half];
+                v[j] = a + b, v[j + half] = a - b;
+            }
+        for (int64_t j = 0; j < PARTS; j++) store(to + i + j * LANES, rotate_lanes(v[j]) * 0.125f);
+    }
+    for (; i < size; i += LANES) store_at(to, i, size, load_at(x, i, size));
+}
+
+// Writes a row of `size` numbers, and its scale or those of its groups.
+template <class T>
+INLINE void quantize_row(const T* x, int64_t size, int64_t rounding, quantized* to, float* scales) {
     const float most = largest_whole(size);
-    if (!GROUPED) return void(*scales = quantize_group(x, size, most, to));
-    for (int64_t i = 0; i < size; i += GROUP) *scales++ = quantize_group(x + i, size - i < GROUP ? size - i : GROUP, most, to + i);
+    if (rounding == ROTATED) {
+        thread_local std::vector<float> rotated;
+        rotated.resize(size);
+        rotate(x, size, rotated.data());
+        *scales = quantize_group(rotated.data(), size, most, to);
+    } else if (GROUPED && rounding == GROUPS) {
+        for (int64_t i = 0; i < size; i += GROUP) *scales++ = quantize_group(x + i, size - i < GROUP ? size - i : GROUP, most, to + i);
+    } else {
+        *scales = quantize_group(x, size, most, to);
+    }
 }

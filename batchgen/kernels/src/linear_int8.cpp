@@ -1,10 +1,11 @@
-// Linear layers in 8 bits: y = (q x_scale) (W scale)^T + bias. q (int8.h) and W are whole numbers, x_scale belongs to a row or to a group of it,
-// and scale to a column. Sums over a row or a group are exact, in 32 bits, and groups are added in their order: a row's result depends only on it.
+// Linear layers in 8 bits: y = (q x_scale) (W scale)^T + bias. q (int8.h) and W are whole numbers, x_scale belongs to a row, and scale to a column.
+// Sums over a row are exact, in 32 bits, so a row's result depends only on it.
 //
 // A word of W holds four values that are neighbours along the inner dimension.
 //
-// W may be codes of 4 bits (codes.h) that are whole numbers, or levels that are. What is all of one group, of x and of W, is multiplied and
-// summed as whole numbers; the sums times the scales of the groups are added in float32, one after the other, whatever the rows beside a row.
+// W may be codes of 4 bits (codes.h) that are whole numbers, or levels that are. What is all of one group, of W and, where x has groups (int8.h), of
+// x, is multiplied and summed as whole numbers; the sums times the scales of the groups are added in float32, one after the other, whatever the
+// rows beside a row.
 #include "int8.h"
 #include "linear_tiles.h"
 
@@ -88,13 +89,8 @@ struct Bytes {
 constexpr int64_t MAX_PART = GROUPED ? GROUP : 256;  // inputs that are summed as whole numbers
 constexpr int64_t PART_ROWS = 16 * ROWS;  // of a task: their sums and a part of unpacked codes stay in the smallest cache
 
-struct Part {  // inputs of a panel that are all of one group
-    const uint32_t* words;      // [inputs / 4][WIDTH]
-    const int32_t* beginnings;  // [WIDTH], or null for zeros
-    const float* scales;        // [WIDTH], or null for ones
-};
-struct UnpackedCodes {  // as bytes
-    alignas(64) uint32_t words[MAX_PART / 4 * WIDTH];
+struct Part {  // inputs of a panel of codes, as bytes, that are all of one group
+    alignas(64) uint32_t words[MAX_PART / 4 * WIDTH];  // [inputs / 4][WIDTH]
     alignas(64) int32_t beginnings[WIDTH];
     alignas(64) float scales[WIDTH];
 };
@@ -125,7 +121,7 @@ INLINE uints levels_of(const int8_t* table, uints codes) {
 }
 
 // Unpacks inputs [k, k + depth) of a panel of codes, all of one group. `table`: the levels of codes; null if codes stand for themselves.
-inline Part unpack(const Codes& c, const int8_t* table, int64_t panel, int64_t k, int64_t depth, UnpackedCodes& to) {
+inline void unpack(const Codes& c, const int8_t* table, int64_t panel, int64_t k, int64_t depth, Part& to) {
     constexpr int PER_WORD = 8;
     const int64_t group = k / c.group, coarse_groups = (c.groups + c.scales.per_coarse - 1) / c.scales.per_coarse;
     for (int lane = 0; lane < WIDTH; lane += LANES) {
@@ -149,22 +145,6 @@ inline Part unpack(const Codes& c, const int8_t* table, int64_t panel, int64_t k
         store(to.beginnings + lane, -sums);
         store(to.scales + lane, numbers_of(c.scales, row, coarse_row, WIDTH, lane));
     }
-    return {to.words, to.beginnings, to.scales};
-}
-
-// Returns inputs [k, k + GROUP) of a panel of bytes. `beginnings`: room for those of its sums.
-inline Part group_of(const Product& p, int64_t panel, int64_t k, int32_t* beginnings) {
-    const uint32_t* words = p.weights + (panel * p.words + k / 4) * WIDTH;
-#if defined(UNSIGNED_BYTES)
-    for (int lane = 0; lane < WIDTH; lane += LANES) {
-        ints sums = {};
-        for (int64_t i = 0; i < GROUP / 4; i++) sums = Bytes::add(sums, load<uints>(words + i * WIDTH + lane), 0x80808080u);
-        store(beginnings + lane, -sums);
-    }
-    return {words, beginnings, nullptr};
-#else
-    return {words, nullptr, nullptr};
-#endif
 }
 
 // Adds the products of R rows of x and a part, of `words` words, times its scales to their sums [R][WIDTH]. `x_scales`: of the rows' groups, `groups`
@@ -175,10 +155,10 @@ void add_part(const uint32_t* x, int64_t x_row, const float* x_scales, int64_t g
     const uint32_t* b[VECTORS];
     for (int v = 0; v < VECTORS; v++) b[v] = part.words + v * LANES;
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS; v++) acc[r][v] = part.beginnings ? load<ints>(part.beginnings + v * LANES) : ints{};
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = load<ints>(part.beginnings + v * LANES);
     product<Bytes>(acc, x, x_row, b, WIDTH, words);
     for (int v = 0; v < VECTORS; v++) {
-        const floats scale = part.scales ? load<floats>(part.scales + v * LANES) : floats{} + 1.0f;
+        const floats scale = load<floats>(part.scales + v * LANES);
         for (int r = 0; r < R; r++) {
             float* to = sums + r * WIDTH + v * LANES;
             store(to, load<floats>(to) + to_floats(acc[r][v]) * (GROUPED ? scale * x_scales[r * groups] : scale));
@@ -186,19 +166,16 @@ void add_part(const uint32_t* x, int64_t x_row, const float* x_scales, int64_t g
     }
 }
 
-// y = the sum over the parts of (q W) scale, times the scale of a column. A part's scale is that of the group of W, times that of the group of x if
-// it has groups, else the sum is multiplied by it.
+// The layer where W is codes: y = the sum over the parts of (q W) scale, times the scale of a column. A part's scale is that of the group of W, times
+// that of the group of x if it has groups, else the sum is multiplied by it.
 template <class T>
 void run_parts(const Product& p) {
     const Codes* c = p.codes;
-    const int64_t inputs = c ? c->inputs : 4 * p.words, groups = groups_of(inputs);
-    int64_t depth = GROUP;
-    if (c) {
-        depth = std::min(c->group, MAX_PART) / 8 * 8;
-        while (c->group % depth || (GROUPED && GROUP % depth)) depth -= 8;
-    }
+    const int64_t inputs = c->inputs, groups = groups_of(inputs, GROUPS);
+    int64_t depth = std::min(c->group, MAX_PART) / 8 * 8;
+    while (c->group % depth || (GROUPED && GROUP % depth)) depth -= 8;
     int8_t table[16];  // twice the levels, if some are halves
-    if (c && c->table) {
+    if (c->table) {
         const bool halves = std::any_of(c->table, c->table + 16, [](float x) { return x != float(int(x)); });
         for (int i = 0; i < 16; i++) table[i] = int8_t(halves ? 2 * c->table[i] : c->table[i]);
     }
@@ -206,20 +183,15 @@ void run_parts(const Product& p) {
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
     const ProductTasks all(p, panels, threads, ROWS, PART_ROWS);
     in_parallel(all.count(), threads, [&](Tasks& some) {
-        UnpackedCodes unpacked;
+        Part part;
         alignas(64) float sums[PART_ROWS * WIDTH];
         for (int64_t task; (task = some.take()) >= 0;) {
             const auto [expert, panel, begin, end] = all.at(task);
             const Product q = of_expert(p, expert, panels);
-            const int64_t number = q.first_panel + panel;
-            const auto part_at = [&](int64_t k, int64_t size) -> Part {
-                if (c) return unpack(*c, c->table ? table : nullptr, number, k, size, unpacked);
-                return group_of(p, number, k, unpacked.beginnings);
-            };
             std::memset(sums, 0, (end - begin) * WIDTH * sizeof(float));
             for (int64_t k = 0; k < inputs; k += depth) {
                 const int64_t size = std::min(depth, inputs - k);  // the last group of W may be cut
-                const Part part = part_at(k, size);
+                unpack(*c, c->table ? table : nullptr, q.first_panel + panel, k, size, part);
                 for (int64_t row = begin, rows; row < end; row += rows) {
                     rows = rows_of_block<Bytes>(end - row);
                     const uint32_t* x = q.x + row * q.x_row + k / 4 * Bytes::a_words;
@@ -239,20 +211,16 @@ constexpr int AMX_ROWS = ROWS + 1;  // with this many rows or more, tiles are fa
 
 template <class T>
 void linear(const Product& p) {
-    if constexpr (!GROUPED) {
-        if (!p.codes) {
+    if (p.codes) return run_parts<T>(p);
 #if defined(BATCHGEN_AMX)
-            if (p.rows >= AMX_ROWS) return run_tiles<Bytes, T>(p);
+    if (p.rows >= AMX_ROWS) return run_tiles<Bytes, T>(p);
 #endif
-            return run<Bytes, T>(p);
-        }
-    }
-    run_parts<T>(p);
+    run<Bytes, T>(p);
 }
 
 struct Rows {  // `QuantizeArguments` in int8.py is the same
     int64_t rows, size, x_row, q_row;  // x_row, q_row: elements of x and of q from one row to the next
-    int64_t threads;
+    int64_t threads, rounding;
     const void* x;
     quantized* q;
     float* scales;
@@ -262,7 +230,7 @@ template <class T>
 void quantize(const Rows& r) {
     constexpr int64_t worth = 8192;  // elements for each thread
     for_each(r.rows, std::max<int64_t>(1, std::min(r.threads, r.rows * r.size / worth)), [&](int64_t row) {
-        quantize_row<T>((const T*)r.x + row * r.x_row, r.size, r.q + row * r.q_row, r.scales + row * groups_of(r.size));
+        quantize_row<T>((const T*)r.x + row * r.x_row, r.size, r.rounding, r.q + row * r.q_row, r.scales + row * groups_of(r.size, r.rounding));
     });
 }
 
@@ -272,7 +240,14 @@ EXPORT void batchgen_linear_int8_float32(const Product* p) { linear<float>(*p); 
 EXPORT void batchgen_linear_int8_bfloat16(const Product* p) { linear<bf16>(*p); }
 EXPORT void batchgen_quantize_float32(const Rows* r) { quantize<float>(*r); }
 EXPORT void batchgen_quantize_bfloat16(const Rows* r) { quantize<bf16>(*r); }
+// Rotates rows x of float32 in place.
+EXPORT void batchgen_rotate(const Rows* r) {
+    for_each(r->rows, r->threads, [&](int64_t row) {
+        float* x = (float*)r->x + row * r->x_row;
+        rotate(x, r->size, x);
+    });
+}
 // Bytes of a quantized value of x: with 2, the values of a word of the weights are in the order 0, 2, 1, 3.
 EXPORT int64_t batchgen_int8_bytes() { return sizeof(quantized); }
 EXPORT int64_t batchgen_int8_side() { return SIDE; }
-EXPORT int64_t batchgen_int8_has_beginnings() { return quantized(-1) > 0 && !GROUPED; }
+EXPORT int64_t batchgen_int8_has_beginnings() { return quantized(-1) > 0; }
