@@ -97,13 +97,15 @@ class LayerNorms(NamedTuple, Generic[T]):
 def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
     """Joins layers that read the same x into one, whose memory they then share.
 
-    Returns them unchanged if one does not fill its last panel, is in codes, has an adapter or shares its weights, or if one would be joined twice,
-    because it stands in several places.
+    Returns them unchanged if one does not fill its last panel, is in codes, has an adapter or shares its weights, if one would be joined twice,
+    because it stands in several places, or if they round x in different ways.
     """
     panel = library().batchgen_linear_panel()
     if len(parts) == 1 or any(part.out_features % panel for part in parts):
         return parts
     if len({id(part) for part in parts}) < len(parts) or any(map(_stays_apart, parts)):
+        return parts
+    if len({part.rounding for part in parts if isinstance(part, Int8Linear)}) > 1:
         return parts
     whole = copy.copy(parts[0])
     whole.out_features = sum(part.out_features for part in parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchgen.kernels.dense_layer import DenseStack
-from batchgen.kernels.int8 import Int8Linear
+from batchgen.kernels.int8 import Int8Linear, Rounding
 from batchgen.kernels.quantization import Int8Packing, quantize_linear
 from batchgen.model.adapter import prepare
 from batchgen.model.weights.int8 import quantize
@@ -214,6 +214,23 @@ def test_a_model_with_int8_and_other_layers_runs_in_one_call(monkeypatch, plain)
     assert set(found) == {(0, 1)}
     monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
+
+
+@pytest.mark.parametrize("own", ["q_proj", "v_proj"])
+def test_layers_whose_weights_a_checkpoint_has_in_8_bits_run_beside_others_that_are_rotated(own, monkeypatch):
+    module = build("llama", **SHAPE)
+    made = prepare(module, kernels=kernels(), int8=True)
+    names = [f"{i}.self_attn.{own}" for i in range(len(module.model.layers))]
+    scales = {name: module.model.layers.get_submodule(name).weight.abs().amax(1) / 127 for name in names}
+    quantize_linear(made.module, scales)
+    parts = module.model.layers[0].self_attn
+    kinds = {name: getattr(parts, name).rounding for name in ("q_proj", "k_proj", "v_proj")}
+    assert [name for name, kind in kinds.items() if kind is Rounding.ROW] == [own]
+    found = recorded_layers(monkeypatch)
+    together = logprobs(made)
+    assert set(found) == {(0, 1)}
+    monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
+    assert logprobs(made) == together
 
 
 @pytest.mark.parametrize(

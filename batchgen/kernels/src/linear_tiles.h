@@ -146,8 +146,8 @@ void run_tiles(const Product& p) {
     const int64_t work = computed * ((p.words + TILE - 1) / TILE) * ProductTasks::blocks(p, TILE);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_TILES));
     const bool apart = p.w_row || p.codes || p.chosen;
-    const int64_t parts = p.experts ? 1 : (p.rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int64_t most = std::max<int64_t>(1, std::min(MAX_PANELS, computed * parts / (4 * threads)));
+    // Panels of nearly equal number for each task, as long as there are four tasks for each thread.
+    const int64_t most = std::max<int64_t>(1, std::min(MAX_PANELS, computed * ProductTasks::blocks(p, MAX_ROWS) / (4 * threads)));
     const int64_t groups = (computed + most - 1) / most;
     const int64_t at_once = apart ? 1 : (computed + groups - 1) / groups;
     const ProductTasks all(p, (computed + at_once - 1) / at_once, threads, SIDE, MAX_ROWS);
