@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 
 from batchgen import LLM, PromptConfig
 from support.embedders import QUERY, save_classifier, save_embedder
+from support.late import late
 from support.models import load_once
 from support.params import slow_but
 from support.records import json_rows
 
+peft = late("peft")
 SHARED = "All of these texts begin with the same long sentence, and then they differ: "
 PROMPTS = [f"{SHARED}{what} {i % 5}" for i, what in enumerate(("apples", "pears", "plums", "figs") * 3)]
 PROMPTS += ["Another one", "Another one", "é…", SHARED]
@@ -92,6 +95,32 @@ def test_embeddings_in_parquet_are_lists_of_float32(cli, last, write_jsonl, tmp_
     assert table.schema.field("embedding").type == pa.list_(pa.float32())
     assert "choice_probs" not in table.schema.names
     np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), expected(last, PROMPTS), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # peft warns of transformers and torch
+@pytest.mark.parametrize("trained", ["CausalLM", "CausalLM with its head", ""])
+def test_an_adapter_is_merged_whether_it_was_trained_with_the_language_head_or_without(
+    cli, last, write_jsonl, tmp_path, trained
+):
+    import torch
+    import transformers
+
+    kind, _, head = trained.partition(" ")
+    model = getattr(transformers, f"AutoModel{'For' * bool(kind)}{kind}").from_pretrained(last)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, modules_to_save=["lm_head"] if head else None,
+        task_type="CAUSAL_LM" if kind else "FEATURE_EXTRACTION",
+    )  # fmt: skip
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = shutil.copytree(last, tmp_path / "merged")
+    adapted.merge_and_unload().save_pretrained(merged)
+    path = write_jsonl([{"prompt": p} for p in PROMPTS])
+    assert cli("run", path, "-m", last, "--lora", tmp_path / "adapter", "--embed", "-q").code == 0
+    found = embeddings(json_rows(tmp_path / "prompts.out.jsonl"))
+    np.testing.assert_allclose(found, expected(merged, PROMPTS), atol=1e-5)
+    assert np.abs(found - expected(last, PROMPTS)).max() > 0.01
 
 
 def test_embeddings_in_csv_are_the_lists_of_json_lines(cli, last, write_jsonl, tmp_path):

@@ -29,6 +29,8 @@ from batchgen.prompts.tokenizer import text_config
 # transformers 4.52 moved the language model of multimodal classes, and with it the names of all of its layers.
 _OLD_NAMES = "; or, if transformers before 4.52 saved the adapter, rename its tensors as in this model"
 
+_LANGUAGE_HEADS = ("lm_head", "embed_out")
+
 
 def add_adapter(
     module: Any, lora: str, folder: Path, keep: Callable[[torch.Tensor], None] | None = None
@@ -40,7 +42,6 @@ def add_adapter(
     """
     if find_spec("peft") is None:
         raise ModelError("--lora needs the package peft", "pip install 'batchgen-llm[lora]'")
-    from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
     settings = read_json(folder / ADAPTER_CONFIG)
@@ -74,9 +75,7 @@ def add_adapter(
 
     with _errors_of_peft(lora):
         unpack_in(_copied_by_peft(module, settings))
-        adapted = PeftModel.from_pretrained(module, str(folder))
-        # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
-        _check_names(lora, folder, adapted, adapted.load_adapter(str(folder), "default"))
+        adapted = _loaded_by_peft(module, lora, folder)
         beside = _put_beside(module, head)
         if unpack_in(part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)):
             _untie(module, head)  # only now, because peft may give tied layers one adapter
@@ -85,6 +84,22 @@ def add_adapter(
     where = "packed weights" if packed else "weights that layers share"
     how = f"runs beside the {where}" if beside else "was merged into the weights"
     return merged, f"the adapter {lora} {how}"
+
+
+def _loaded_by_peft(module: Any, lora: str, folder: Path) -> Any:
+    """Returns peft's model around the module, which may have no language head: then the adapter's names are longer, and its tensors for one have no place."""
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if config.task_type == "CAUSAL_LM":
+        config.task_type = None  # peft's class for it wants a model that generates
+    headless = module.base_model is module
+    names = {rf"^{module.base_model_prefix}\.": ""} if headless else None
+    adapted = PeftModel.from_pretrained(module, str(folder), config=config, key_mapping=names)
+    # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
+    loaded = adapted.load_adapter(str(folder), "default", key_mapping=names)
+    _check_names(lora, folder, adapted, loaded, _LANGUAGE_HEADS if headless else ())
+    return adapted
 
 
 def _copied_by_peft(module: Any, settings: Mapping[str, Any]) -> Iterator[torch.nn.Module]:
@@ -114,11 +129,13 @@ def _errors_of_peft(lora: str) -> Iterator[None]:
         ) from e
 
 
-def _check_names(lora: str, folder: Path, adapted: Any, loaded: Any) -> None:
+def _check_names(lora: str, folder: Path, adapted: Any, loaded: Any, heads: Iterable[str]) -> None:
     """Raises `ModelError` for an adapter that has tensors without a place in the model, or lacks tensors for modules that its configuration names.
-    peft only warns of the latter, and leaves these modules as they are. `loaded` is what `load_adapter` of the model `adapted` returned."""
+    peft only warns of the latter, and leaves these modules as they are. `loaded` is what `load_adapter` of the model `adapted` returned, and `heads`
+    are language heads that the model was loaded without."""
     left_out = {part.name for part in adapted.modules() if isinstance(part, Absent)}
-    unused = _sorted_names(name for name in loaded.unexpected_keys if left_out.isdisjoint(name.split(".")))
+    unplaced = left_out.union(heads)
+    unused = _sorted_names(name for name in loaded.unexpected_keys if unplaced.isdisjoint(name.split(".")))
     if unused:
         with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
             given = len(file.keys())
