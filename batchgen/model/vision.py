@@ -34,8 +34,10 @@ from batchgen.kernels.transfer import put
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.image_positions import canvas_positions, column_row_number, time_row_column
 from batchgen.model.multimodal import Absent, without_timm
+from batchgen.model.weights.lora import add_adapter, tensors_for
 from batchgen.model.weights.packed import read_checkpoint
 from batchgen.model.weights.quantized import as_unquantized, is_weight_only, one_weight_at_a_time, packed_in, unpack
+from batchgen.model_files import adapter_folder
 from batchgen.prompts.images import FAMILIES, ImageProcessor, canvas_marks
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 from batchgen.request import IMAGE_IDS, Image, image_ends
@@ -431,8 +433,13 @@ def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.d
             f"says, among them {unfit[0]}",
             "copy the weights and config.json from one model",
         )
-    layers = {part for part in encoder.modules() if type(part) is torch.nn.Linear} if halves else set()
+    adapter = None if config.lora is None else adapter_folder(config.lora)
+    adapted = adapter is not None and bool(tensors_for(encoder, adapter))
+    layers = {part for part in encoder.modules() if type(part) is torch.nn.Linear} if halves and not adapted else set()
     unpack([(part, name) for part, name in packed_in(encoder) if part not in layers])
+    if config.lora is not None and adapter is not None and adapted:
+        with quiet():
+            encoder, _ = add_adapter(encoder, config.lora, adapter)
     return encoder.eval()
 
 
@@ -449,6 +456,7 @@ def images_only(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     body = {
         "__init__": init, "__module__": wrapper.__module__, "__qualname__": wrapper.__qualname__,
+        "get_input_embeddings": lambda self: None,
         "tie_weights": lambda self, *_, **__: None, "mark_tied_weights_as_initialized": lambda self, *_: None,
     }  # fmt: skip
     return type(wrapper.__name__, (wrapper,), body)

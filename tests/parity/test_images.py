@@ -33,12 +33,14 @@ from batchgen.records.rows import Row
 from batchgen.request import IMAGE_IDS, Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
+from support.late import late
 from support.models import memory_for, run
 from support.params import FULL, slow_but, some_of
 from support.vision import FAMILIES, ID, Reference, make, picture
 
 # Of transformers' processor for GLM 4V.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
+peft = late("peft")
 Messages = list[dict[str, Any]]
 TOKENS = 12 if FULL else 8
 SIZES = {0: (60, 60), 1: (90, 60), 2: (60, 110), 3: (31, 75)}
@@ -210,6 +212,31 @@ def test_plain_torch_writes_the_same(sees):
     )
     results = run(engine, sees.build(CONVERSATIONS))
     sees.check(results)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "text and encoder": {"target_modules": ["q_proj", "v_proj", "lm_head"]},
+    "encoder": {"target_modules": r".*vision_tower.*q_proj"},
+    "text, projector whole": {"target_modules": r".*language_model.*q_proj", "modules_to_save": ["multi_modal_projector"]},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # peft warns of transformers and torch
+@pytest.mark.parametrize("kind", slow_but(["text and encoder", "text, projector whole"], ADAPTERS))
+@pytest.mark.parametrize("sees", ["llava"], indirect=True, scope="module")
+def test_an_adapter_changes_the_encoder_too(sees, kind, tmp_path):
+    options = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(deepcopy(sees.reference.model), peft.LoraConfig(**options | ADAPTERS[kind]))
+    for name, parameter in adapted.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(tmp_path)
+    other = copy(sees)
+    other.model = sees.load(lora=str(tmp_path))
+    other.reference = replace(sees.reference, model=adapted.merge_and_unload())
+    other.check(run(other.engine(), other.build(CONVERSATIONS)))
+    assert other.expected() != sees.expected()
 
 
 @pytest.mark.parametrize("sees", slow_but(["qwen2_5_vl"], sorted(FAMILIES)), indirect=True)

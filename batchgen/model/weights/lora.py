@@ -63,7 +63,7 @@ def add_adapter(
             f"the adapter {lora!r} cannot be merged into quantized weights", "give the original model with --model"
         )
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
+    tied = embedding is not None and head is not None and head.weight is embedding.weight
 
     def unpack_in(parts: Iterable[torch.nn.Module]) -> bool:
         """Unpacks the weights of these modules. Returns whether they have the weight that embedding and head share."""
@@ -86,18 +86,33 @@ def add_adapter(
     return merged, f"the adapter {lora} {how}"
 
 
+def tensors_for(module: Any, folder: Path) -> list[str]:
+    """Returns the names of the adapter's tensors that are not those of parts of a multimodal model that were left out (`Absent`)."""
+    left_out = {part.name for part in module.modules() if isinstance(part, Absent)}
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+        names = file.keys()
+    return [name for name in names if left_out.isdisjoint(name.split("."))]
+
+
 def _loaded_by_peft(module: Any, lora: str, folder: Path) -> Any:
-    """Returns peft's model around the module, which may have no language head: then the adapter's names are longer, and its tensors for one have no place."""
+    """Returns peft's model around the module, which may lack the language head, and parts that the adapter adapts too."""
     from peft import PeftConfig, PeftModel
+    from peft.utils.constants import DUMMY_TARGET_MODULES
 
     config = PeftConfig.from_pretrained(str(folder))
     if config.task_type == "CAUSAL_LM":
         config.task_type = None  # peft's class for it wants a model that generates
+    if left_out := [name for name, part in module.named_modules() if isinstance(part, Absent)]:
+        excluded = config.exclude_modules
+        names = [excluded, *map(re.escape, left_out)] if isinstance(excluded, str) else [*(excluded or ()), *left_out]
+        config.exclude_modules = "|".join(names) if isinstance(excluded, str) else names
+        if not any(".lora_" in name for name in tensors_for(module, folder)):
+            config.target_modules = DUMMY_TARGET_MODULES  # otherwise peft refuses an adapter that targets no module
     headless = module.base_model is module
-    names = {rf"^{module.base_model_prefix}\.": ""} if headless else None
-    adapted = PeftModel.from_pretrained(module, str(folder), config=config, key_mapping=names)
+    shorter = {rf"^{module.base_model_prefix}\.": ""} if headless else None
+    adapted = PeftModel.from_pretrained(module, str(folder), config=config, key_mapping=shorter)
     # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
-    loaded = adapted.load_adapter(str(folder), "default", key_mapping=names)
+    loaded = adapted.load_adapter(str(folder), "default", key_mapping=shorter)
     _check_names(lora, folder, adapted, loaded, _LANGUAGE_HEADS if headless else ())
     return adapted
 
