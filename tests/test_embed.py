@@ -108,7 +108,8 @@ def test_an_adapter_is_merged_whether_it_was_trained_with_the_language_head_or_w
     kind, _, head = trained.partition(" ")
     model = getattr(transformers, f"AutoModel{'For' * bool(kind)}{kind}").from_pretrained(last)
     config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, modules_to_save=["lm_head"] if head else None,
+        r=4, target_modules=r"model\.layers\..*[qv]_proj" if head else "all-linear", init_lora_weights=False,
+        modules_to_save=["lm_head"] if head else None, alpha_pattern={"model.layers.0.self_attn.q_proj": 64} if kind else {},
         task_type="CAUSAL_LM" if kind else "FEATURE_EXTRACTION",
     )  # fmt: skip
     torch.manual_seed(1)

@@ -108,13 +108,28 @@ def _loaded_by_peft(module: Any, lora: str, folder: Path) -> Any:
         config.exclude_modules = "|".join(names) if isinstance(excluded, str) else names
         if not any(".lora_" in name for name in tensors_for(module, folder)):
             config.target_modules = DUMMY_TARGET_MODULES  # otherwise peft refuses an adapter that targets no module
-    headless = module.base_model is module
-    shorter = {rf"^{module.base_model_prefix}\.": ""} if headless else None
+    headless, shorter = module.base_model is module, None
+    if headless:
+        shorter = {rf"^{module.base_model_prefix}\.": ""}
+        _shorten_names(config, module.base_model_prefix)
     adapted = PeftModel.from_pretrained(module, str(folder), config=config, key_mapping=shorter)
     # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
     loaded = adapted.load_adapter(str(folder), "default", key_mapping=shorter)
     _check_names(lora, folder, adapted, loaded, _LANGUAGE_HEADS if headless else ())
     return adapted
+
+
+def _shorten_names(config: Any, prefix: str) -> None:
+    """Takes the name of the model's body from the beginning of names and regular expressions in an adapter's configuration."""
+
+    def shorter(name: str) -> str:
+        return re.sub(rf"^(\^?){prefix}\\?\.", r"\1", name)
+
+    for field in ("target_modules", "exclude_modules"):
+        names = getattr(config, field)
+        setattr(config, field, shorter(names) if isinstance(names, str) else names and {shorter(n) for n in names})
+    for field in ("rank_pattern", "alpha_pattern"):
+        setattr(config, field, {shorter(name): value for name, value in getattr(config, field).items()})
 
 
 def _copied_by_peft(module: Any, settings: Mapping[str, Any]) -> Iterator[torch.nn.Module]:
