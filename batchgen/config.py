@@ -194,6 +194,8 @@ class ModelConfig:
         if self.quantize != "none" and (self.weights == "streamed" or self.weight_memory is not None):
             option = "--weights streamed" if self.weights == "streamed" else "--weight-memory"
             raise UsageError(f"--quantize {self.quantize} needs all weights in memory", f"leave out {option}")
+        if self.quantize != "none" and self.compile == "off":
+            raise UsageError(f"--quantize {self.quantize} needs batchgen's own kernels", "leave out --compile off")
         if self.ray is None and any((self.workers, self.cpus_per_worker, self.ray_working_dir)):
             raise UsageError(
                 "--workers, --cpus-per-worker and --ray-working-dir are for a cluster", "add --ray, or use --device"

@@ -78,11 +78,11 @@ class Int8Weight(NamedTuple):
     """Whether it is for rotated inputs."""
 
 
-def rotate(x: torch.Tensor) -> None:
+def rotate_blocks(x: torch.Tensor) -> None:
     """Rotates contiguous rows x [N, K] in float32, in place. A second time gives what they were, but for rounding."""
     assert x.is_contiguous()
     arguments = QuantizeArguments(*x.shape, x.stride(0), threads=torch.get_num_threads(), x=x.data_ptr())
-    library().batchgen_rotate(ctypes.byref(arguments))
+    library().batchgen_rotate_blocks(ctypes.byref(arguments))
 
 
 def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) -> Int8Weight:
@@ -100,7 +100,7 @@ def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) ->
         rows = slice(first, first + size)
         numbers = weight[rows].detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if scales is None:
-            rotate(numbers)
+            rotate_blocks(numbers)
             largest = numbers.abs().amax(1)
             steps[rows] = largest / LARGEST
             values[rows] = numbers.mul_(torch.where(largest > 0, LARGEST / largest, 0.0)[:, None]).round_()
@@ -211,7 +211,7 @@ class Int8Linear(KernelLinear):
             values = _middle_swapped(values)
         numbers = values[:, : self.in_features] * self.scales.flatten()[:, None]
         if self.rounding is Rounding.ROTATED:
-            rotate(numbers)
+            rotate_blocks(numbers)
         return numbers.to(self.dtype)
 
 

@@ -121,6 +121,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --weight-memory 1GiB --weights resident", 2, "--weight-memory is for streamed weights; leave out --weights resident"),
     ("run R -m M --quantize int8 --weights streamed", 2, "--quantize int8 needs all weights in memory; leave out --weights streamed"),
     ("run R -m M --quantize int8 --weight-memory 1GiB", 2, "--quantize int8 needs all weights in memory; leave out --weight-memory"),
+    ("run R -m M --quantize int8 --compile off", 2, "--quantize int8 needs batchgen's own kernels; leave out --compile off"),
     ("run R -m M --pooling mean", 2, "--pooling and --normalize are for --embed; add --embed, or leave them out"),
     ("run R -m M --prompt-name query", 2, "--prompt-name is for --embed; add --embed, or use --prefix"),
     ("run R -m M --embed --prompt-name query --prefix x", 2, "--prompt-name cannot be combined with --prefix; leave one of them out"),

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from batchgen.kernels import isa
 from batchgen.kernels.codes import PackedTensor, dequantize
-from batchgen.kernels.int8 import Int8Linear, Int8Weight, Rounding, quantize_weight, rotate
+from batchgen.kernels.int8 import Int8Linear, Int8Weight, Rounding, quantize_weight, rotate_blocks
 from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.kernels.quantization import in_8_bits
 from batchgen.kernels.replacing import adapter_of, linear_of
@@ -91,14 +91,14 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, threads):
 def test_rows_are_rotated_by_a_hadamard_matrix_which_is_its_own_inverse(size):
     x = numbers(5, size)
     made, signs = x.clone(), torch.ones(1, 1)
-    rotate(made)
+    rotate_blocks(made)
     assert torch.equal(made, rotated(x))
     while len(signs) < 64:
         signs = torch.cat((torch.cat((signs, signs), 1), torch.cat((signs, -signs), 1)))
     whole = size // 64 * 64
     want = torch.cat(((x[:, :whole].view(5, -1, 64) @ (signs / 8)).view(5, whole), x[:, whole:]), 1)
     torch.testing.assert_close(made, want)
-    rotate(made)
+    rotate_blocks(made)
     torch.testing.assert_close(made, x)
 
 

@@ -115,7 +115,7 @@ INLINE floats rotate_lanes(floats v) {
 
 // Rotates the whole blocks of a row of `size` numbers; the others stay. `to` may be x.
 template <class T>
-INLINE void rotate(const T* x, int64_t size, float* to) {
+INLINE void rotate_blocks(const T* x, int64_t size, float* to) {
     constexpr int64_t BLOCK = 64, PARTS = BLOCK / LANES;
     int64_t i = 0;
     for (; i + BLOCK <= size; i += BLOCK) {
@@ -140,7 +140,7 @@ INLINE void quantize_row(const T* x, int64_t size, int64_t rounding, quantized* 
     if (rounding == ROTATED) {
         thread_local std::vector<float> rotated;
         rotated.resize(size);
-        rotate(x, size, rotated.data());
+        rotate_blocks(x, size, rotated.data());
         *scales = quantize_group(rotated.data(), size, most, to);
     } else if (GROUPED && rounding == GROUPS) {
         for (int64_t i = 0; i < size; i += GROUP) *scales++ = quantize_group(x + i, size - i < GROUP ? size - i : GROUP, most, to + i);

@@ -241,10 +241,10 @@ EXPORT void batchgen_linear_int8_bfloat16(const Product* p) { linear<bf16>(*p); 
 EXPORT void batchgen_quantize_float32(const Rows* r) { quantize<float>(*r); }
 EXPORT void batchgen_quantize_bfloat16(const Rows* r) { quantize<bf16>(*r); }
 // Rotates rows x of float32 in place.
-EXPORT void batchgen_rotate(const Rows* r) {
+EXPORT void batchgen_rotate_blocks(const Rows* r) {
     for_each(r->rows, r->threads, [&](int64_t row) {
         float* x = (float*)r->x + row * r->x_row;
-        rotate(x, r->size, x);
+        rotate_blocks(x, r->size, x);
     });
 }
 // Bytes of a quantized value of x: with 2, the values of a word of the weights are in the order 0, 2, 1, 3.

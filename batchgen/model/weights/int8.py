@@ -48,8 +48,9 @@ def check_int8(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
 
 def no_kernels(notes: Sequence[str]) -> ModelError:
     """Returns the error for a model that is to be quantized without batchgen's kernels. `notes` say why they are missing."""
-    why = notes[0].partition(";")[0] if notes else "--compile off leaves them out"
-    return ModelError(f"--quantize int8 needs batchgen's own kernels: {why}", "leave --quantize out")
+    return ModelError(
+        f"--quantize int8 needs batchgen's own kernels: {notes[0].partition(';')[0]}", "leave --quantize out"
+    )
 
 
 @torch.inference_mode()
