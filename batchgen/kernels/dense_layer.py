@@ -832,8 +832,8 @@ class _Prepared:
             self._quantized = None  # the numbers at y before
             if isinstance(read, Int8Linear):
                 rows = self._in_8_bits
-                fields |= {"q": rows.values.data_ptr(), "scales": rows.scales.data_ptr(), "q_row": row_length(size)}
-                fields["rounding"] = read.rounding
+                fields |= {"q": rows.values.data_ptr(), "scales": rows.scales.data_ptr()}
+                fields |= {"q_row": row_length(size), "rounding": read.rounding}
                 self._quantized = given["y"], read.rounding
         self._add(
             Call(kernel("norm", self._dtype), NormArguments(threads=self._threads)),

@@ -13,6 +13,8 @@ from batchgen.model.architectures import is_multimodal
 from batchgen.model.multimodal import model_class
 from batchgen.parsers.heads import OutputHead
 
+LANGUAGE_HEADS = ("lm_head", "embed_out")
+"""The names of the linear layer that makes logits, in transformers' decoders."""
 SCORE = "score"
 """The name of the linear layer that classifies, in transformers' decoders."""
 

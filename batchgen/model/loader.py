@@ -29,7 +29,7 @@ from batchgen.model.adapter import prepare
 from batchgen.model.architectures import check_architecture, context_note, is_multimodal, is_verified
 from batchgen.model.checks.self_check import self_check
 from batchgen.model.exact_float32 import use_exact_float32
-from batchgen.model.heads import class_for, without_language_head
+from batchgen.model.heads import LANGUAGE_HEADS, class_for, without_language_head
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.memory_budget import free_memory
 from batchgen.model.multimodal import left_out, own_class
@@ -70,7 +70,7 @@ from batchgen.stats import size_text
 
 PAGES_KEPT = 8 << 20
 """Bytes of a part of the model from which on its pages are dropped when kernels have replaced it."""
-_LANGUAGE_HEADS = ("lm_head.weight", "embed_out.weight")
+_HEAD_WEIGHTS = tuple(f"{name}.weight" for name in LANGUAGE_HEADS)
 
 
 def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
@@ -383,8 +383,8 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
         )
     missing = sorted(found["missing_keys"])
     if config.task == "embed":
-        missing = [name for name in missing if not name.endswith(_LANGUAGE_HEADS)]  # of multimodal models
-    if missing and all(name.endswith(_LANGUAGE_HEADS) for name in missing):
+        missing = [name for name in missing if not name.endswith(_HEAD_WEIGHTS)]  # of multimodal models
+    if missing and all(name.endswith(_HEAD_WEIGHTS) for name in missing):
         raise ModelError(
             f"{where} have no output head ({missing[0]}): the model gives hidden states, not text",
             "add --embed for embeddings, or give a causal language model (…ForCausalLM)",

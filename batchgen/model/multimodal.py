@@ -143,4 +143,9 @@ def left_out(config: Any) -> frozenset[str]:
         return frozenset()
     with torch.device("meta"):
         module = kind(language_config(config))
+    return absent_in(module)
+
+
+def absent_in(module: torch.nn.Module) -> frozenset[str]:
+    """Returns the names of the `Absent` modules of a model."""
     return frozenset(part.name for part in module.modules() if isinstance(part, Absent))

@@ -433,13 +433,13 @@ def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.d
             f"says, among them {unfit[0]}",
             "copy the weights and config.json from one model",
         )
-    adapter = None if config.lora is None else adapter_folder(config.lora)
-    adapted = adapter is not None and bool(tensors_for(encoder, adapter))
-    layers = {part for part in encoder.modules() if type(part) is torch.nn.Linear} if halves and not adapted else set()
+    lora = config.lora if config.lora is not None and tensors_for(encoder, adapter_folder(config.lora)) else None
+    halves = halves and lora is None  # what an adapter changes is merged
+    layers = {part for part in encoder.modules() if type(part) is torch.nn.Linear} if halves else set()
     unpack([(part, name) for part, name in packed_in(encoder) if part not in layers])
-    if config.lora is not None and adapter is not None and adapted:
+    if lora is not None:
         with quiet():
-            encoder, _ = add_adapter(encoder, config.lora, adapter)
+            encoder, _ = add_adapter(encoder, lora, adapter_folder(lora))
     return encoder.eval()
 
 

@@ -21,15 +21,14 @@ from safetensors import safe_open
 from batchgen.errors import ModelError, in_one_line
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.replacing import AdaptedLinear
-from batchgen.model.multimodal import Absent
+from batchgen.model.heads import LANGUAGE_HEADS
+from batchgen.model.multimodal import Absent, absent_in
 from batchgen.model.weights.quantized import packed_in, unpack
 from batchgen.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_merged, read_json
 from batchgen.prompts.tokenizer import text_config
 
 # transformers 4.52 moved the language model of multimodal classes, and with it the names of all of its layers.
 _OLD_NAMES = "; or, if transformers before 4.52 saved the adapter, rename its tensors as in this model"
-
-_LANGUAGE_HEADS = ("lm_head", "embed_out")
 
 
 def add_adapter(
@@ -88,7 +87,7 @@ def add_adapter(
 
 def tensors_for(module: Any, folder: Path) -> list[str]:
     """Returns the names of the adapter's tensors that are not those of parts of a multimodal model that were left out (`Absent`)."""
-    left_out = {part.name for part in module.modules() if isinstance(part, Absent)}
+    left_out = absent_in(module)
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         names = file.keys()
     return [name for name in names if left_out.isdisjoint(name.split("."))]
@@ -108,14 +107,15 @@ def _loaded_by_peft(module: Any, lora: str, folder: Path) -> Any:
         config.exclude_modules = "|".join(names) if isinstance(excluded, str) else names
         if not any(".lora_" in name for name in tensors_for(module, folder)):
             config.target_modules = DUMMY_TARGET_MODULES  # otherwise peft refuses an adapter that targets no module
-    headless, shorter = module.base_model is module, None
-    if headless:
-        shorter = {rf"^{module.base_model_prefix}\.": ""}
+    shorter: dict[str, str] | None = None
+    heads: tuple[str, ...] = ()
+    if module.base_model is module:
+        shorter, heads = {rf"^{module.base_model_prefix}\.": ""}, LANGUAGE_HEADS
         _shorten_names(config, module.base_model_prefix)
     adapted = PeftModel.from_pretrained(module, str(folder), config=config, key_mapping=shorter)
     # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
     loaded = adapted.load_adapter(str(folder), "default", key_mapping=shorter)
-    _check_names(lora, folder, adapted, loaded, _LANGUAGE_HEADS if headless else ())
+    _check_names(lora, folder, adapted, loaded, heads)
     return adapted
 
 
@@ -163,7 +163,7 @@ def _check_names(lora: str, folder: Path, adapted: Any, loaded: Any, heads: Iter
     """Raises `ModelError` for an adapter that has tensors without a place in the model, or lacks tensors for modules that its configuration names.
     peft only warns of the latter, and leaves these modules as they are. `loaded` is what `load_adapter` of the model `adapted` returned, and `heads`
     are language heads that the model was loaded without."""
-    left_out = {part.name for part in adapted.modules() if isinstance(part, Absent)}
+    left_out = absent_in(adapted)
     unplaced = left_out.union(heads)
     unused = _sorted_names(name for name in loaded.unexpected_keys if unplaced.isdisjoint(name.split(".")))
     if unused:
